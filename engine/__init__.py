@@ -1,0 +1,75 @@
+"""Isinglass: an LLM inference engine built to be seen through."""
+
+from typing import Any
+
+from engine.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    EngineStartError,
+    IsinglassError,
+    ModelError,
+    ModelNotFoundError,
+    PromptError,
+    RequestError,
+    RequestFailedError,
+    SamplingParamsError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AdapterLogitsProcessor",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineStartError",
+    "IsinglassError",
+    "LLMEngine",
+    "Logprob",
+    "LogitsProcessor",
+    "ModelError",
+    "ModelNotFoundError",
+    "PromptError",
+    "RequestError",
+    "RequestFailedError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "SamplingParamsError",
+    "TokenizerError",
+    "UnsupportedModelError",
+]
+
+_HOME = {
+    "LLM": "engine.api.llm",
+    "LLMEngine": "engine.frontend.llm_engine",
+    "EngineConfig": "engine.config",
+    "SamplingParams": "engine.types.sampling",
+    "RequestOutputKind": "engine.types.sampling",
+    "RequestOutput": "engine.types.outputs",
+    "CompletionOutput": "engine.types.outputs",
+    "Logprob": "engine.types.logprobs",
+    "LogitsProcessor": "engine.worker.logits_processor",
+    "AdapterLogitsProcessor": "engine.worker.logits_processor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: the core needs no frontend, the caller no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

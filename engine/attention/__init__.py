@@ -1,0 +1,1 @@
+"""Paged attention: one interface, a reference, and a backend for each device."""

@@ -1,0 +1,1 @@
+"""Finding and reading checkpoints without torch: files, configuration, GGUF headers."""

@@ -1,0 +1,283 @@
+"""`ModelConfig`: what a checkpoint says about its model, in one vocabulary.
+
+Knows the keys of Transformers' config.json and generation_config.json, old and new. Does not
+know which architectures the engine can run (`engine.models.registry`) nor any tensor. GGUF
+metadata is translated in `engine.checkpoint.gguf_architecture`.
+"""
+
+import json
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.gguf import GGUFFile
+from engine.checkpoint.locate import ModelSource
+from engine.errors import CheckpointError, UnsupportedModelError
+
+GENERATION_DEFAULT_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+# Rope types whose factor is already part of max_position_embeddings.
+_ROPE_TYPES_WITHOUT_EXTENSION = ("default", "llama3", "proportional", "mrope")
+# Only our own modules rotate every position by a rule of its own; Transformers would let the
+# longest request of a batch change the angles of all others.
+_MODEL_TYPES_WITH_DYNAMIC_ROPE = ("llama", "mistral", "qwen2", "qwen3")
+_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder's hyperparameters and defaults; the same for every checkpoint format."""
+
+    architecture: str
+    """Transformers' class name, such as LlamaForCausalLM."""
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    """Longest sequence in tokens, rope scaling included."""
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    """Transformers' keys (rope_type, factor, ...); None for plain rotary positions."""
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    """Bias of the query, key and value projections."""
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[int | None, ...]
+    """Per layer the sliding window: a token sees itself and the `window - 1` before it."""
+    hidden_act: str = "silu"
+    dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters that the model's authors recommend."""
+    raw: dict[str, Any] = field(default_factory=dict)
+    """config.json as it is, or the scalar GGUF metadata."""
+
+
+def read_model_config(source: ModelSource) -> ModelConfig:
+    """Read a model's configuration; opens no weight file but for its header.
+
+    Raises:
+        CheckpointError: a file or a key is missing or malformed.
+        UnsupportedModelError: a kind of model that no backend of ours runs.
+    """
+    if source.is_gguf:
+        from engine.checkpoint.gguf_architecture import gguf_model_config
+
+        return gguf_model_config(GGUFFile(source.path))
+    raw = read_json(source.path / "config.json")
+    generation_path = source.path / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    return _from_transformers(raw, generation, source.path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON object.
+
+    Raises:
+        CheckpointError: the file is missing, is not JSON, or holds no object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _from_transformers(
+    raw: dict[str, Any], generation: dict[str, Any], folder: Path
+) -> ModelConfig:
+    _refuse_unsupported(raw, folder)
+    architectures = raw.get("architectures") or []
+    if not architectures:
+        raise CheckpointError(f"{folder / 'config.json'} names no class under 'architectures'")
+    model_type = raw.get("model_type", "")
+    num_layers = _required(raw, folder, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    num_heads = _required(raw, folder, "num_attention_heads", "n_head", "num_heads", "n_heads")
+    hidden_size = _required(raw, folder, "hidden_size", "n_embd", "d_model")
+    intermediate = _first(raw, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    rope_theta, rope_scaling = _rope(raw)
+    return ModelConfig(
+        architecture=architectures[0],
+        model_type=model_type,
+        vocab_size=_required(raw, folder, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(raw, num_heads),
+        head_dim=_head_dim(raw, model_type, hidden_size, num_heads),
+        intermediate_size=intermediate or 4 * hidden_size,
+        max_position_embeddings=_context_limit(raw, model_type, rope_scaling),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
+        # Llama's and Qwen3's attention_bias covers the output projection, Qwen2 never has one.
+        attention_output_bias=model_type != "qwen2" and bool(raw.get("attention_bias", False)),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+        layer_windows=_layer_windows(raw, model_type, num_layers),
+        hidden_act=_first(raw, "hidden_act", "hidden_activation", "activation_function") or "silu",
+        dtype=_dtype(raw, folder),
+        bos_token_id=_bos_token_id(raw, generation),
+        eos_token_ids=_eos_token_ids(raw, generation),
+        generation_defaults={
+            key: generation[key]
+            for key in GENERATION_DEFAULT_KEYS
+            if generation.get(key) is not None
+        },
+        raw=raw,
+    )
+
+
+def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedModelError(
+            f"{folder}: encoder-decoder models are not supported, only decoders are."
+        )
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") or quantization.get("quant_algo") or "unknown"
+        raise UnsupportedModelError(
+            f"{folder}: weights quantised with {method!r} are not supported. Use the unquantised "
+            "checkpoint or a GGUF file."
+        )
+
+
+def _first(raw: dict[str, Any], *keys: str) -> Any:
+    for key in keys:
+        if raw.get(key) is not None:
+            return raw[key]
+    return None
+
+
+def _required(raw: dict[str, Any], folder: Path, *keys: str) -> int:
+    value = _first(raw, *keys)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if value is None and "text_config" in raw:
+            raise UnsupportedModelError(
+                f"{folder}: models with a text_config (multi-modal ones) are not supported."
+            )
+        raise CheckpointError(
+            f"{folder / 'config.json'}: {' or '.join(keys)} must be a positive integer, "
+            f"got {value!r}"
+        )
+    return value
+
+
+def _num_kv_heads(raw: dict[str, Any], num_heads: int) -> int:
+    if raw.get("multi_query") and not raw.get("new_decoder_architecture"):
+        return 1  # Falcon's and GPTBigCode's older spelling
+    return int(_first(raw, "num_key_value_heads", "num_kv_heads", "n_head_kv") or num_heads)
+
+
+def _head_dim(raw: dict[str, Any], model_type: str, hidden_size: int, num_heads: int) -> int:
+    head_dim = raw.get("head_dim")
+    if head_dim is None and model_type == "qwen3":
+        return 128  # Qwen3Config's default does not follow hidden_size
+    return int(head_dim or hidden_size // num_heads)
+
+
+def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling from `rope_parameters` (Transformers 5) or `rope_scaling` (before)."""
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in scaling.values()):
+        # One set per layer type: no model of ours, and the Transformers backend reads its own.
+        return float(raw.get("rope_theta") or 10000.0), None
+    theta = float(scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    rope_type = scaling.pop("type", None)
+    scaling["rope_type"] = scaling.get("rope_type") or rope_type or "default"
+    if scaling["rope_type"] == "su":
+        scaling["rope_type"] = "longrope"
+    if scaling["rope_type"] == "default":
+        return theta, None
+    limit = raw.get("max_position_embeddings")
+    original = raw.get("original_max_position_embeddings")
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    elif scaling.get("original_max_position_embeddings") is None and limit is not None:
+        scaling["original_max_position_embeddings"] = limit
+    return theta, scaling
+
+
+def _context_limit(raw: dict[str, Any], model_type: str, scaling: dict[str, Any] | None) -> int:
+    keys = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+    limit = _first(raw, *keys)
+    if limit is None:
+        limit = 2048
+    if scaling is None:
+        return int(limit)
+    rope_type = scaling["rope_type"]
+    if rope_type == "longrope":
+        # Beyond the original length Transformers switches the angles of the whole batch, cached
+        # keys would no longer fit: stay where one set of angles is right.
+        return int(min(limit, scaling["original_max_position_embeddings"]))
+    if rope_type in _ROPE_TYPES_WITHOUT_EXTENSION:
+        return int(limit)
+    if rope_type == "dynamic" and model_type not in _MODEL_TYPES_WITH_DYNAMIC_ROPE:
+        return int(limit)
+    if rope_type == "yarn":
+        limit = scaling["original_max_position_embeddings"]
+    return int(limit * float(scaling.get("factor") or 1.0))
+
+
+def _layer_windows(
+    raw: dict[str, Any], model_type: str, num_layers: int
+) -> tuple[int | None, ...]:
+    # MistralConfig's default, for the few files that leave the key out.
+    default = 4096 if model_type == "mistral" else None
+    window = raw.get("sliding_window", default)
+    # The Qwen family ships a sliding_window that is off unless this key says otherwise.
+    if not raw.get("use_sliding_window", not model_type.startswith("qwen")) or not window:
+        return (None,) * num_layers
+    layer_types = raw.get("layer_types")
+    if layer_types is not None:
+        return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)
+    # The first max_window_layers layers attend in full, the ones above them in the window.
+    first = raw.get("max_window_layers", 28) if model_type.startswith("qwen") else 0
+    return tuple(int(window) if layer >= first else None for layer in range(num_layers))
+
+
+def _dtype(raw: dict[str, Any], folder: Path) -> str:
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    if name is not None:
+        return str(name).removeprefix("torch.")
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            head = file.read(8)
+            size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            try:
+                entries = json.loads(file.read(min(size, path.stat().st_size)))
+            except ValueError as error:
+                raise CheckpointError(f"{path} is truncated: no complete header") from error
+        for name, entry in entries.items():
+            if name != "__metadata__":
+                return _SAFETENSORS_DTYPES.get(entry["dtype"], "float32")
+    return "float32"
+
+
+def _bos_token_id(raw: dict[str, Any], generation: dict[str, Any]) -> int | None:
+    value = _first(generation, "bos_token_id")
+    return value if value is not None else raw.get("bos_token_id")
+
+
+def _eos_token_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    """Every id that ends a text, generation_config.json's first, without repetition."""
+    found: dict[int, None] = {}
+    for value in (generation.get("eos_token_id"), raw.get("eos_token_id")):
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None:
+                found[int(token_id)] = None
+    return tuple(found)

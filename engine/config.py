@@ -1,0 +1,280 @@
+"""Every setting of the engine: frozen, documented, validated, and the source of the command line.
+
+A setting is a field made by `option`, which carries its help text and its allowed range; the
+command line and the reference pages are generated from these. What a run *measures* (number of
+KV blocks, a reduced context length) is never written back here: it comes back as a value, see
+`engine.types.messages.EngineCoreReadyResponse`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any
+
+from engine.errors import ConfigError
+
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def option(
+    default: Any,
+    help: str,  # noqa: A002 - argparse's own word for it
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    cli: bool = True,
+) -> Any:
+    """Declare one setting: its default, what it does, and what it allows."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "cli": cli,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Which model, and how it is read."""
+
+    model: str | None = option(
+        None,
+        "Folder of a Transformers checkpoint, a .gguf file, or a hub name. "
+        "Without it the embedded SmolLM2-135M-Instruct is used.",
+    )
+    tokenizer: str | None = option(
+        None, "Folder, tokenizer.json or hub name of another tokenizer than the model's."
+    )
+    skip_tokenizer_init: bool = option(
+        False, "Load no tokenizer: prompts are token ids, outputs have no text."
+    )
+    revision: str | None = option(None, "Branch, tag or commit of the hub repository.")
+    download_dir: str | None = option(None, "Where hub downloads are kept.")
+    dtype: str = option(
+        "auto",
+        "Number type of weights and KV cache. auto: the checkpoint's own (float16 becomes "
+        "bfloat16 on a CPU).",
+        choices=DTYPES,
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest sequence, prompt and output together, in tokens. Default: the model's own "
+        "limit. Reduced, with a warning, when the KV cache cannot hold it.",
+        minimum=1,
+    )
+    seed: int = option(0, "Seed of requests that bring none of their own.", minimum=0)
+    generation_config: str = option(
+        "auto",
+        "auto: default sampling parameters come from the model's generation_config.json; "
+        "vllm: the engine's neutral defaults.",
+        choices=("auto", "vllm"),
+    )
+    max_logprobs: int = option(
+        -1, "Most logprobs that a request may ask for; -1: the whole vocabulary.", minimum=-1
+    )
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "Whether logprobs (or logits) are reported before or after processors, penalties, "
+        "temperature and masks.",
+        choices=LOGPROBS_MODES,
+    )
+    logits_processors: tuple[Any, ...] = option(
+        (), "Logits processor classes, or their names as module:Class."
+    )
+    enforce_eager: bool = option(
+        False, "Never capture graphs (they exist on CUDA alone; a CPU always runs eagerly)."
+    )
+    device: str = option("auto", "auto, cpu, cuda or cuda:N. auto: a CUDA device if there is one.")
+    attention_backend: str = option(
+        "auto", "Attention implementation; auto: the fastest for the device. See the error's list."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache and its prefix cache."""
+
+    block_size: int = option(16, "Tokens in one KV block.", minimum=1, maximum=1024)
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of the device's memory that the engine may use. On a CPU: the share of the "
+        "memory still available after weights and activations that the KV cache may take. "
+        "Default: 0.9 on a GPU, 0.25 on a CPU.",
+        minimum=0.001,
+        maximum=1.0,
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of the KV cache in bytes; overrides gpu_memory_utilization.", minimum=1
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "Exact number of KV blocks; overrides every budget.", minimum=1
+    )
+    enable_prefix_caching: bool = option(
+        True, "Keep and share the KV blocks of equal prompt prefixes."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What a step may hold, and who goes first."""
+
+    max_num_seqs: int = option(256, "Most requests running at once.", minimum=1)
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Most tokens computed in one step. Default: 2048, or max_model_len if that is longer "
+        "and chunked prefill is off.",
+        minimum=1,
+    )
+    enable_chunked_prefill: bool = option(
+        True, "Split a prompt over several steps when it does not fit the step's token budget."
+    )
+    long_prefill_token_threshold: int = option(
+        0, "Most tokens of one prompt in one step; 0: no such limit.", minimum=0
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "fcfs: first come, first served; priority: lowest priority number first, then arrival.",
+        choices=("fcfs", "priority"),
+    )
+    async_scheduling: bool = option(True, "Schedule the next step while this one runs.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig:
+    """Processes, their time-outs, and what they write."""
+
+    enable_multiprocessing: bool = option(
+        True, "Run the engine core in a process of its own; off: in the caller's (debugging)."
+    )
+    engine_ready_timeout_s: float = option(
+        600.0, "Seconds to wait for the engine core to become ready.", minimum=0.001
+    )
+    shutdown_timeout_s: float = option(
+        5.0, "Seconds that the engine core gets to stop by itself.", minimum=0.0
+    )
+    log_level: str = option("info", "Least severe log line that is written.", choices=LOG_LEVELS)
+    disable_log_stats: bool = option(
+        False, "Keep no metrics and log no status lines (traces are separate: trace_dir)."
+    )
+    log_stats_interval_s: float = option(
+        10.0, "Seconds between status lines while requests are running.", minimum=0.1
+    )
+    trace_dir: str | None = option(
+        None,
+        "Record every step and request into a new run folder below this one; turn it into a "
+        "Perfetto file with `isinglass trace convert`.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All settings of one engine, by group."""
+
+    model: ModelSettings = ModelSettings()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    process: ProcessConfig = ProcessConfig()
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
+        """Sort flat settings into their groups and validate each.
+
+        Raises:
+            ConfigError: an unknown name (with the nearest known one), a wrong type, a value out
+                of range, or settings that contradict each other.
+        """
+        groups: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
+        for name, value in kwargs.items():
+            if name not in _GROUP_OF:
+                near = difflib.get_close_matches(name, _GROUP_OF, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown engine argument {name!r}.{hint}")
+            if name == "logits_processors" and isinstance(value, list):
+                value = tuple(value)
+            groups[_GROUP_OF[name]][name] = value
+        config = cls(**{name: GROUPS[name](**values) for name, values in groups.items()})
+        config.validate()
+        return config
+
+    @classmethod
+    def from_dict(cls, groups: Mapping[str, Mapping[str, Any]]) -> "EngineConfig":
+        """Rebuild a configuration from `to_dict`, in another process."""
+        flat = {name: value for group in groups.values() for name, value in group.items()}
+        return cls.from_kwargs(**flat)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain values by group, ready for the wire."""
+        return asdict(self)
+
+    def validate(self) -> None:
+        """Check every field's type and range, then the combinations.
+
+        Raises:
+            ConfigError: names the field, its value and what is allowed.
+        """
+        for name in GROUPS:
+            group = getattr(self, name)
+            for spec in fields(group):
+                _check(spec.name, getattr(group, spec.name), spec.type, spec.metadata)
+        scheduler = self.scheduler
+        limit, budget = self.model.max_model_len, scheduler.max_num_batched_tokens
+        if not scheduler.enable_chunked_prefill and limit and budget and budget < limit:
+            raise ConfigError(
+                f"max_num_batched_tokens ({budget}) is smaller than max_model_len ({limit}) with "
+                "chunked prefill off, so the longest prompts could never be scheduled. Raise "
+                "max_num_batched_tokens, lower max_model_len, or set enable_chunked_prefill=True."
+            )
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelSettings,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "process": ProcessConfig,
+}
+_GROUP_OF = {spec.name: name for name, group in GROUPS.items() for spec in fields(group)}
+
+
+def default_of(name: str) -> Any:
+    """The default value of one setting by its flat name."""
+    group = GROUPS[_GROUP_OF[name]]
+    for spec in fields(group):
+        if spec.name == name and spec.default is not MISSING:
+            return spec.default
+    raise ConfigError(f"unknown engine argument {name!r}")
+
+
+def _check(name: str, value: Any, annotation: Any, rules: Mapping[str, Any]) -> None:
+    optional = "None" in str(annotation)
+    if value is None:
+        if not optional:
+            raise ConfigError(f"{name} must not be None")
+        return
+    allowed = _allowed_types(annotation)
+    if isinstance(value, bool) and bool not in allowed or not isinstance(value, allowed):
+        expected = " or ".join(kind.__name__ for kind in allowed)
+        raise ConfigError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
+    choices, low, high = rules["choices"], rules["minimum"], rules["maximum"]
+    if choices and value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    # `not >=` instead of `<`, so that NaN is refused too.
+    if low is not None and not value >= low:
+        raise ConfigError(f"{name} must be at least {low:g}, got {value!r}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{name} must be at most {high:g}, got {value!r}")
+
+
+def _allowed_types(annotation: Any) -> tuple[type, ...]:
+    text = str(annotation)
+    if "bool" in text:
+        return (bool,)
+    if "float" in text:
+        return (float, int)
+    if "int" in text:
+        return (int,)
+    return (tuple,) if "tuple" in text else (str,)

@@ -1,0 +1,266 @@
+"""The step: schedule, execute, update. The file to read first.
+
+With async scheduling two steps are in flight, so that one is scheduled while the other runs;
+without it, one. The loop is the same. Knows scheduler and executor; no socket and no thread.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from engine.checkpoint.architecture import read_model_config
+from engine.checkpoint.locate import resolve_model
+from engine.config import EngineConfig
+from engine.core.block_hash import BlockHasher
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.kv_cache_sizing import KVCacheSize, size_kv_cache
+from engine.core.plugins import load_plugins
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.executor.base import Executor
+from engine.log import get_logger
+from engine.resolve import resolve_limits
+from engine.types.messages import (
+    PROTOCOL_VERSION,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    FinishReason,
+)
+from engine.types.plan import ModelRunnerOutput, SchedulerOutput
+from instrumentation import Event, Instrument, StartupPhase, StepRecord
+
+logger = get_logger(__name__)
+
+UTILITIES = ("reset_prefix_cache", "get_supported_tasks", "check_integrity")
+"""Methods that the frontend may call by name."""
+
+
+class _InFlight(NamedTuple):
+    """A step that the executor has and whose result is still to come."""
+
+    plan: SchedulerOutput
+    record: StepRecord
+    result: Future[ModelRunnerOutput]
+
+
+class EngineCore:
+    """One engine: a scheduler over an executor."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor_class: type[Executor],
+        *,
+        obs: Instrument,
+        startup_ns: dict[str, int] | None = None,
+    ) -> None:
+        began_ns = time.monotonic_ns()
+        self.config = config
+        self.obs = obs
+        self.startup_ns = dict(startup_ns or {})
+        with self._phase(StartupPhase.LOAD_PLUGINS):
+            load_plugins()
+        with self._phase(StartupPhase.LOAD_MODEL):
+            self.executor = executor_class(config, obs=obs)
+            self.executor.load_model()
+        size = self._initialize_kv_cache()
+        with self._phase(StartupPhase.WARMUP):
+            self.executor.warm_up()
+        with self._phase(StartupPhase.BUILD_SCHEDULER):
+            self.scheduler = self._build_scheduler(size)
+        self._size = size
+        self._depth = 2 if config.scheduler.async_scheduling else 1
+        self._in_flight: deque[_InFlight] = deque()
+        logger.info(
+            "init engine (profile, create kv cache, warm-up) took %.2f s",
+            (time.monotonic_ns() - began_ns) / 1e9,
+        )
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        """Plan a step and hand it over; then bring in the oldest one's result.
+
+        Returns outputs by client index: empty while the pipeline fills.
+        """
+        planned = None
+        if len(self._in_flight) < self._depth:
+            with self.obs.schedule:
+                planned = self.scheduler.schedule()
+        if planned is not None:
+            with self.obs.execute:
+                self._launch(*planned)
+            if len(self._in_flight) < self._depth:
+                return {}
+        return self._collect() if self._in_flight else {}
+
+    def _launch(self, plan: SchedulerOutput, record: StepRecord) -> None:
+        self.executor.execute_model(plan)
+        self._in_flight.append(_InFlight(plan, record, self.executor.sample_tokens()))
+
+    def _collect(self) -> dict[int, EngineCoreOutputs]:
+        plan, record, future = self._in_flight.popleft()
+        with self.obs.wait:
+            result = future.result()
+        with self.obs.update:
+            packages = self.scheduler.update_from_output(plan, result, record)
+        self.obs.step(record)
+        # The record rides with the first client's outputs, or alone.
+        carrier = packages.setdefault(next(iter(packages), 0), EngineCoreOutputs())
+        carrier.step, carrier.worker_step = record, result.record
+        return packages
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def prepare_request(self, message: EngineCoreRequest) -> Request:
+        """Make the core's request and hash its blocks; callable from any thread."""
+        return Request(message, self._block_hasher)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request."""
+        self.scheduler.add_request(request)
+        self.obs.request_arrived(
+            request.num,
+            request.request_id,
+            arrival_ns=request.arrival_ns,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+
+    def abort_requests(self, request_ids: Iterable[str]) -> dict[int, EngineCoreOutputs]:
+        """End requests in whatever state; their last outputs say `abort`."""
+        aborted = self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
+        packages: dict[int, EngineCoreOutputs] = {}
+        for request in aborted:
+            self.obs.event(Event.ABORT, request.request_id, value=request.num_output_tokens)
+            output = EngineCoreOutput(
+                request.request_id,
+                [],
+                finish_reason=FinishReason.ABORT,
+                num_cached_tokens=max(0, request.num_cached_tokens),
+                times=request.times,
+            )
+            packages.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        return packages
+
+    def has_work(self) -> bool:
+        """Whether a call of `step` can do anything."""
+        return bool(self._in_flight) or self.scheduler.has_unfinished_requests()
+
+    # -- utilities -------------------------------------------------------------------------------
+
+    def call_utility(self, method: str, args: list[Any]) -> Any:
+        """Call one of `UTILITIES`; AttributeError for any other name."""
+        if method not in UTILITIES:
+            raise AttributeError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
+        return getattr(self, method)(*args)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while requests hold blocks."""
+        pool = self.scheduler.kv_cache.pool
+        num_cached = pool.num_cached_free_blocks
+        done = self.scheduler.kv_cache.reset_prefix_cache()
+        if done:
+            self.obs.event(Event.RESET_PREFIX_CACHE, value=num_cached)
+        else:
+            logger.warning("the prefix cache was not reset: requests are holding blocks")
+        return done
+
+    def get_supported_tasks(self) -> list[str]:
+        """What the model can be asked for."""
+        return ["generate"]
+
+    def check_integrity(self) -> bool:
+        """Assert every invariant that holds between steps."""
+        self.scheduler.check_integrity()
+        return True
+
+    def ready_response(self) -> EngineCoreReadyResponse:
+        """What start-up decided."""
+        facts, limits = self.executor.facts, self.scheduler.limits
+        return EngineCoreReadyResponse(
+            version=PROTOCOL_VERSION,
+            num_gpu_blocks=self._size.num_blocks,
+            block_size=self.config.cache.block_size,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            dtype=facts["dtype"],
+            device=facts["device"],
+            attention_backend=facts["attention_backend"],
+            kv_cache_bytes=self._size.num_bytes,
+            startup_ns=self.startup_ns,
+        )
+
+    def shutdown(self) -> None:
+        """Stop the workers and write out what was recorded."""
+        self.executor.shutdown()
+        self.obs.close()
+
+    # -- start-up --------------------------------------------------------------------------------
+
+    def _initialize_kv_cache(self) -> KVCacheSize:
+        source = resolve_model(
+            self.config.model.model, self.config.model.revision, self.config.model.download_dir
+        )
+        limits = resolve_limits(self.config, read_model_config(source))
+        with self._phase(StartupPhase.PROFILE):
+            available = self.executor.determine_available_memory(
+                max_model_len=limits.max_model_len,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+            )
+        with self._phase(StartupPhase.ALLOCATE_KV_CACHE):
+            size = size_kv_cache(
+                self.executor.get_kv_cache_spec(),
+                available_bytes=available,
+                num_blocks_override=self.config.cache.num_gpu_blocks_override,
+                max_model_len=limits.max_model_len,
+            )
+            self.executor.initialize_cache(size.num_blocks)
+        if size.max_model_len < limits.max_model_len:
+            self.obs.event(Event.KV_REDUCED_MAX_MODEL_LEN, value=size.max_model_len)
+        self._limits = limits
+        return size
+
+    def _build_scheduler(self, size: KVCacheSize) -> Scheduler:
+        cache, scheduler = self.config.cache, self.config.scheduler
+        self._block_hasher = BlockHasher(cache.block_size) if cache.enable_prefix_caching else None
+        return Scheduler(
+            SchedulerLimits(
+                max_model_len=size.max_model_len,
+                max_num_seqs=scheduler.max_num_seqs,
+                max_num_batched_tokens=self._limits.max_num_batched_tokens,
+                enable_chunked_prefill=scheduler.enable_chunked_prefill,
+                long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
+                scheduling_policy=scheduler.scheduling_policy,
+            ),
+            KVCacheManager(
+                size.num_blocks, cache.block_size, enable_caching=cache.enable_prefix_caching
+            ),
+            clock=time.monotonic_ns,
+            obs=self.obs,
+        )
+
+    def _phase(self, phase: StartupPhase) -> "_StartupTimer":
+        return _StartupTimer(self, phase)
+
+
+class _StartupTimer:
+    """Times one start-up phase and reports it."""
+
+    def __init__(self, core: EngineCore, phase: StartupPhase) -> None:
+        self._core = core
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._began_ns = time.monotonic_ns()
+
+    def __exit__(self, *_: object) -> None:
+        ended_ns = time.monotonic_ns()
+        self._core.startup_ns[self._phase.label] = ended_ns - self._began_ns
+        self._core.obs.startup(self._phase, self._began_ns, ended_ns)
+        logger.debug("%s took %.3f s", self._phase.label, (ended_ns - self._began_ns) / 1e9)
+
+

@@ -1,0 +1,234 @@
+"""The core's process: a busy loop around `EngineCore.step`, and threads for the sockets.
+
+    input thread:  socket → decode → Request (blocks hashed) → input queue
+    main thread:   input queue → step → output queue
+    output thread: output queue → encode → socket
+
+The main thread never touches a socket and never waits while there is work.
+"""
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.errors import EngineStartError
+from engine.log import configure, get_logger
+from engine.types.codec import MessageDecoder, MessageEncoder
+from engine.types.messages import (
+    PROTOCOL_VERSION,
+    EngineCoreFailure,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    MessageType,
+    UtilityOutput,
+    UtilityRequest,
+)
+from instrumentation import Instrument, ObservabilityConfig, Role, StartupPhase, ThreadName
+from instrumentation.setup import setup
+
+logger = get_logger(__name__)
+
+
+class EngineCoreProc:
+    """Owns the core, its queues and its threads."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        input_socket: zmq.Socket,
+        output_socket: zmq.Socket,
+        engine_index: int,
+        obs: Instrument,
+        startup_ns: dict[str, int],
+    ) -> None:
+        from engine.core.engine_core import EngineCore
+        from engine.executor.uniproc import UniprocExecutor
+
+        self.engine_index = engine_index
+        self.obs = obs
+        self.core = EngineCore(config, UniprocExecutor, obs=obs, startup_ns=startup_ns)
+        self._input: queue.SimpleQueue[tuple[MessageType, Any]] = queue.SimpleQueue()
+        self._output: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
+        self._running = True
+        self._output_socket = output_socket
+        self._input_thread = threading.Thread(
+            target=self._receive, args=(input_socket,), name=ThreadName.INPUT_IO, daemon=True
+        )
+        self._output_thread = threading.Thread(
+            target=self._send, args=(output_socket,), name=ThreadName.OUTPUT_IO, daemon=True
+        )
+
+    def run_busy_loop(self) -> None:
+        """Serve until told to stop."""
+        self._input_thread.start()
+        self._output_thread.start()
+        while self._running:
+            self._take_messages()
+            outputs = self.core.step()
+            with self.obs.publish:
+                self._publish(outputs)
+
+    def stop(self) -> None:
+        """Leave the busy loop after the current step."""
+        self._input.put((MessageType.SHUTDOWN, None))
+
+    def close(self) -> None:
+        """Send what is left and stop the core."""
+        self._output.put(None)
+        self._output_thread.join(timeout=2.0)
+        self.core.shutdown()
+
+    def _take_messages(self) -> None:
+        """Handle what has arrived; with nothing to do, check the invariants and sleep."""
+        if not self.core.has_work() and self._input.empty():
+            self.core.check_integrity()
+            self._handle(*self._input.get())
+        with self.obs.intake:
+            while not self._input.empty():
+                self._handle(*self._input.get_nowait())
+
+    def _handle(self, kind: MessageType, content: Any) -> None:
+        if kind is MessageType.ADD:
+            self.core.add_request(content)
+        elif kind is MessageType.ABORT:
+            self._publish(self.core.abort_requests(content))
+        elif kind is MessageType.UTILITY:
+            self._publish({0: EngineCoreOutputs(utility=self._call(content))})
+        else:
+            assert kind is MessageType.SHUTDOWN
+            self._running = False
+
+    def _call(self, call: UtilityRequest) -> UtilityOutput:
+        try:
+            return UtilityOutput(call.call_id, self.core.call_utility(call.method, call.args))
+        except Exception as error:  # a wrong call must not end the engine
+            logger.exception("utility %s failed", call.method)
+            return UtilityOutput(call.call_id, failure=f"{type(error).__name__}: {error}")
+
+    def _publish(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for package in outputs.values():
+            package.engine_index = self.engine_index
+            self._output.put(package)
+
+    def _receive(self, socket: zmq.Socket) -> None:
+        """Input thread: decode, and do what needs no scheduler."""
+        obs = self.obs.for_thread(ThreadName.INPUT_IO)
+        decoders = {
+            MessageType.ADD: MessageDecoder(EngineCoreRequest),
+            MessageType.ABORT: MessageDecoder(list[str]),
+            MessageType.UTILITY: MessageDecoder(UtilityRequest),
+        }
+        while True:
+            code, *frames = socket.recv_multipart()
+            kind = MessageType(code)
+            if kind is MessageType.SHUTDOWN:
+                self.stop()
+                return
+            with obs.decode:
+                content = decoders[kind].decode(frames)
+                if kind is MessageType.ADD:
+                    content = self.core.prepare_request(content)
+            self._input.put((kind, content))
+
+    def _send(self, socket: zmq.Socket) -> None:
+        """Output thread: encode and send."""
+        obs = self.obs.for_thread(ThreadName.OUTPUT_IO)
+        encoder = MessageEncoder()
+        while (outputs := self._output.get()) is not None:
+            with obs.encode:
+                frames = encoder.encode(outputs)
+            socket.send_multipart([MessageType.OUTPUTS.value, *frames], copy=False)
+
+
+def run_engine_core(
+    *,
+    config: dict[str, dict[str, Any]],
+    protocol_version: int,
+    input_address: str,
+    output_address: str,
+    engine_index: int,
+    run_dir: str | None,
+    spawned_ns: int,
+) -> None:
+    """Entry point of the spawned process: come up, answer ready, serve, end the process."""
+    settings = EngineConfig.from_dict(config)
+    configure(settings.process.log_level, role="EngineCore", own_process=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
+    context = zmq.Context(io_threads=1)
+    input_socket = _connect(context, zmq.DEALER, input_address, str(engine_index).encode())
+    output_socket = _connect(context, zmq.PUSH, output_address)
+    observability = ObservabilityConfig(
+        trace_dir=run_dir, phase_times=not settings.process.disable_log_stats
+    )
+    obs = setup(observability, role=Role.CORE, rank=engine_index)
+    try:
+        if protocol_version != PROTOCOL_VERSION:
+            raise EngineStartError(f"frontend {protocol_version}, core {PROTOCOL_VERSION}")
+        startup_ns = _timed_import(obs, spawned_ns)
+        proc = EngineCoreProc(
+            settings,
+            input_socket=input_socket,
+            output_socket=output_socket,
+            engine_index=engine_index,
+            obs=obs,
+            startup_ns=startup_ns,
+        )
+    except Exception as error:
+        input_socket.send_multipart([MessageType.FAILED.value, _failure(error)])
+        _leave(context, obs, code=1)
+    signal.signal(signal.SIGTERM, lambda *_: proc.stop())
+    ready = msgspec.msgpack.encode(proc.core.ready_response())
+    input_socket.send_multipart([MessageType.READY.value, ready])
+    try:
+        proc.run_busy_loop()
+    except Exception as error:
+        logger.exception("the engine core failed in a step")
+        output_socket.send_multipart([MessageType.FAILED.value, _failure(error)])
+        _leave(context, obs, code=1)
+    proc.close()
+    _leave(context, obs, code=0)
+
+
+def _connect(
+    context: zmq.Context, kind: int, address: str, identity: bytes | None = None
+) -> zmq.Socket:
+    socket = context.socket(kind)
+    if identity is not None:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(address)
+    return socket
+
+
+def _timed_import(obs: Instrument, spawned_ns: int) -> dict[str, int]:
+    """Import what the core needs (torch, mostly), from the moment of the spawn on."""
+    import engine.core.engine_core
+    import engine.executor.uniproc  # noqa: F401
+
+    imported_ns = time.monotonic_ns()
+    obs.startup(StartupPhase.IMPORT, spawned_ns, imported_ns)
+    return {StartupPhase.IMPORT.label: imported_ns - spawned_ns}
+
+
+def _failure(error: Exception) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    return msgspec.msgpack.encode(EngineCoreFailure(type(error).__name__, str(error), text))
+
+
+def _leave(context: zmq.Context, obs: Instrument, *, code: int) -> None:
+    """End the process once everything is sent, without waiting for torch's own teardown."""
+    obs.close()
+    context.destroy(linger=2000)
+    sys.stderr.flush()
+    os._exit(code)

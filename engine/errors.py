@@ -1,0 +1,82 @@
+"""The exception tree of the engine.
+
+    IsinglassError
+    ├── ConfigError (ValueError)          an engine argument is wrong or contradicts another
+    ├── ModelError
+    │   ├── ModelNotFoundError            no such file, folder or hub repository
+    │   ├── CheckpointError               a file is missing, cut off, or its shapes disagree
+    │   ├── UnsupportedModelError         an architecture or feature that no model class covers
+    │   └── TokenizerError                no tokenizer, or one that cannot be read
+    ├── RequestError (ValueError)         bad input; found in the caller, never reaches the core
+    │   ├── SamplingParamsError           a sampling parameter out of range
+    │   └── PromptError                   an empty or too long prompt, a token id out of range
+    ├── RequestFailedError                the core refused or failed one request; the others go on
+    ├── EngineStartError                  the core did not come up: time-out, version, exception
+    └── EngineDeadError                   the core has died; every pending and later call gets this
+
+Messages say what was wrong, what is allowed, and what to do.
+"""
+
+
+class IsinglassError(Exception):
+    """Root of every error that the engine raises on purpose."""
+
+
+class ConfigError(IsinglassError, ValueError):
+    """An engine argument is out of range, unknown, or contradicts another."""
+
+
+class ModelError(IsinglassError):
+    """The model could not be found, read or built."""
+
+
+class ModelNotFoundError(ModelError):
+    """No file, folder or hub repository answers to the given name."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint file is missing, cut off, or disagrees with the configuration."""
+
+
+class UnsupportedModelError(ModelError):
+    """The checkpoint's architecture, or a feature of it, is not supported."""
+
+
+class TokenizerError(ModelError):
+    """The tokenizer is missing or unreadable, or text was given where there is none."""
+
+
+class RequestError(IsinglassError, ValueError):
+    """A request is malformed; nothing of it has reached the engine core."""
+
+
+class SamplingParamsError(RequestError):
+    """A sampling parameter is out of range or contradicts another."""
+
+
+class PromptError(RequestError):
+    """A prompt is empty, too long, of the wrong type, or holds an invalid token id."""
+
+
+class RequestFailedError(IsinglassError):
+    """One request failed inside the core; the engine and all other requests go on."""
+
+
+class EngineStartError(IsinglassError):
+    """The engine core did not become ready."""
+
+
+class EngineDeadError(IsinglassError):
+    """The engine core has died.
+
+    Attributes:
+        exit_code: the process's exit code, negative for a signal; None if unknown.
+        log_tail: the last lines that the core logged, oldest first.
+    """
+
+    def __init__(
+        self, message: str, *, exit_code: int | None = None, log_tail: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.log_tail = log_tail

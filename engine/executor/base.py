@@ -1,0 +1,50 @@
+"""The executor's contract: bring workers up, run steps on them, take them down."""
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+
+from engine.types.kv_cache import KVCacheSpec
+from engine.types.plan import ModelRunnerOutput, SchedulerOutput
+
+
+class Executor(ABC):
+    """Runs steps in the order given; each step is `execute_model`, then `sample_tokens`."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, str]:
+        """What the workers decided: dtype, device, attention_backend."""
+
+    @abstractmethod
+    def load_model(self) -> None:
+        """Load the weights. Raises ModelError."""
+
+    @abstractmethod
+    def get_kv_cache_spec(self) -> KVCacheSpec:
+        """What one KV block costs on a worker."""
+
+    @abstractmethod
+    def determine_available_memory(
+        self, *, max_model_len: int, max_num_batched_tokens: int
+    ) -> int:
+        """Build the runner, run the largest batch, return the bytes that the KV cache may take."""
+
+    @abstractmethod
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV tensors."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Run what would otherwise be slow the first time."""
+
+    @abstractmethod
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        """Hand over a step; returns at once."""
+
+    @abstractmethod
+    def sample_tokens(self) -> Future[ModelRunnerOutput]:
+        """Result of the step handed over last. A worker's exception comes out of the future."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the workers; harmless when called twice."""

@@ -1,0 +1,1 @@
+"""Requests in, results out, in the caller's process: text, validation, detokenization."""

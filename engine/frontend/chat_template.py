@@ -1,0 +1,329 @@
+"""Conversations to prompts: checks messages and renders the model's Jinja template in a sandbox.
+
+Knows what templates on the hub expect of their environment. Does not know tokenizers: a caller
+passes `bos_token` and the like as variables. A template comes with a model and is foreign code: it
+sees plain data only, and whatever goes wrong in it becomes a `PromptError`.
+
+Conventions: https://huggingface.co/docs/transformers/chat_templating
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from engine.errors import PromptError
+
+MAX_DEPTH = 64
+"""How deep messages, tools and variables may be nested."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; templates read the first, some the second."""
+
+
+class _Compiled(NamedTuple):
+    template: jinja2.Template
+    reads_parts: bool
+    """Whether the template goes through lists of content parts itself."""
+
+
+def render_chat(
+    chat_template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Render a conversation.
+
+    Args:
+        chat_template: Jinja source.
+        messages: each with "role", a string, and "content", a string or a list of parts
+            `{"type": "text", "text": ...}`; an assistant's message with "tool_calls" may have no
+            content. Other keys are passed on; those that are None count as missing.
+        add_generation_prompt: end with the beginning of an assistant message.
+        continue_final_message: end within the last message instead.
+        tools: JSON schemas.
+        variables: further variables, such as `bos_token` or `enable_thinking`.
+
+    Raises:
+        PromptError: a message is malformed, the arguments contradict each other, or the template
+            cannot be read or refuses the conversation.
+    """
+    compiled = _compile(chat_template)
+    chat = check_messages(messages)
+    if not compiled.reads_parts:
+        for message in chat:
+            if isinstance(message.get("content"), list):
+                message["content"] = "\n".join(part["text"] for part in message["content"])
+    marker = ""
+    final_text = ""
+    if continue_final_message:
+        if add_generation_prompt:
+            raise PromptError(
+                "continue_final_message and add_generation_prompt exclude each other: set "
+                "add_generation_prompt=False to go on with the last message"
+            )
+        # Its last character is white space, so that a template that trims messages is found out.
+        marker = f"<{secrets.token_hex(16)}> "
+        final_text = _mark_final_text(chat[-1], marker)
+    values = {
+        **_plain(dict(variables or {}), "the template's variables"),
+        "messages": chat,
+        "tools": _check_tools(tools),
+        "add_generation_prompt": add_generation_prompt,
+    }
+    values.setdefault("documents", None)
+    try:
+        text = compiled.template.render(values)
+    except Exception as error:  # foreign code: besides Jinja's errors any of Python's
+        raise PromptError(
+            f"the chat template refused the messages: {error or type(error).__name__}"
+        ) from error
+    return _cut_at(text, marker, final_text) if marker else text
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A plain copy of the messages, checked.
+
+    Raises:
+        PromptError: says which message is wrong and how.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise PromptError(f"messages must be a list of dictionaries, got {type(messages).__name__}")
+    if not messages:
+        raise PromptError("messages is empty; give at least one")
+    return [_check_message(message, index) for index, message in enumerate(messages)]
+
+
+def _check_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise PromptError(
+            f'{where} must be a dictionary with "role" and "content", got {type(message).__name__}'
+        )
+    given = {key: value for key, value in message.items() if value is not None}
+    checked: dict[str, Any] = _plain(given, where)
+    role = checked.get("role")
+    if not isinstance(role, str) or not role:
+        raise PromptError(f'{where}["role"] must be a string such as "user", got {role!r}')
+    content = checked.get("content")
+    if content is None:
+        if not checked.get("tool_calls"):
+            raise PromptError(
+                f'{where} has no "content"; only a message with "tool_calls" may have none'
+            )
+    elif isinstance(content, list):
+        checked["content"] = [
+            _check_part(part, f'{where}["content"][{number}]')
+            for number, part in enumerate(content)
+        ]
+    elif not isinstance(content, str):
+        raise PromptError(
+            f'{where}["content"] must be a string or a list of text parts, '
+            f"got {type(content).__name__}"
+        )
+    if "tool_calls" in checked:
+        _parse_arguments(checked["tool_calls"], where)
+    reasoning = next((checked[key] for key in REASONING_KEYS if key in checked), None)
+    if reasoning is not None:
+        checked = {"thinking": reasoning, **checked, "reasoning_content": reasoning}
+    return checked
+
+
+def _check_part(part: Any, where: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict) or part.get("type") != "text":
+        kind = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
+        raise PromptError(
+            f'{where} must be {{"type": "text", "text": ...}}, got a part of type {kind}; '
+            "the engine reads text only"
+        )
+    if not isinstance(part.get("text"), str):
+        raise PromptError(f'{where}["text"] must be a string, got {part.get("text")!r}')
+    return part
+
+
+def _parse_arguments(tool_calls: Any, where: str) -> None:
+    """Turn arguments that came as JSON text, as the OpenAI API has them, into data."""
+    if not isinstance(tool_calls, list):
+        raise PromptError(f'{where}["tool_calls"] must be a list, got {tool_calls!r}')
+    for number, call in enumerate(tool_calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise PromptError(
+                f'{where}["tool_calls"][{number}] must be a dictionary with "function", '
+                f"got {call!r}"
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                function["arguments"] = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise PromptError(
+                    f'{where}["tool_calls"][{number}]: the arguments are not JSON: {error}'
+                ) from error
+
+
+def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise PromptError(
+                f"tools[{index}] must be a JSON schema (a dictionary), got {type(tool).__name__}"
+            )
+    plain: list[dict[str, Any]] = _plain(list(tools), "tools")
+    return plain
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy made of JSON's types only: objects have methods that no template should reach."""
+    if depth > MAX_DEPTH:
+        raise PromptError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {
+            _plain(key, where, MAX_DEPTH): _plain(item, where, depth + 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(item, where, depth + 1) for item in value]
+    for base in (str, int, float):
+        if isinstance(value, base):  # a subclass, such as an enumeration's member
+            return base.__str__(value) if base is str else base(value)
+    raise PromptError(f"{where} holds a {type(value).__name__}; only JSON's types are allowed")
+
+
+def _mark_final_text(message: dict[str, Any], marker: str) -> str:
+    """Put the marker behind the last message's text; returns that text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + marker
+        return content
+    if not content:
+        raise PromptError("continue_final_message is set but the last message has no content")
+    text: str = content[-1]["text"]
+    content[-1]["text"] = text + marker
+    return text
+
+
+def _cut_at(text: str, marker: str, final_text: str) -> str:
+    position = text.rfind(marker.rstrip())
+    if position < 0 or final_text.strip() not in text:
+        raise PromptError(
+            "continue_final_message is set but the chat template drops or changes the last message"
+        )
+    kept = text[:position]
+    # A template that trimmed the marker would have trimmed the text's own white space, too.
+    return kept if text.startswith(marker, position) else kept.rstrip()
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks an assistant's text for training; here it only shows its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without attributes that Python itself gives a meaning."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args  # so that namespace(self=...) works
+        values = dict(*given, **kwargs)
+        for name in values:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have an attribute {name!r}")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which a model should not see.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+    )
+    environment.filters["tojson"] = _to_json
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda layout: datetime.now().strftime(layout),
+        "dict": _make_dict,
+        "namespace": _Namespace,
+    }
+    environment.globals.update(functions)
+    return environment
+
+
+@lru_cache(maxsize=32)
+def _compile(chat_template: str) -> _Compiled:
+    environment = _environment()
+    try:
+        tree = environment.parse(chat_template)
+        template = environment.from_string(chat_template)
+    except jinja2.TemplateSyntaxError as error:
+        raise PromptError(
+            f"the chat template is not valid Jinja: {error} (line {error.lineno})"
+        ) from error
+    loops = tree.find_all(jinja2.nodes.For)
+    return _Compiled(template, any(_names_content(loop.iter) for loop in loops))
+
+
+def _names_content(expression: jinja2.nodes.Node) -> bool:
+    """Whether an expression is, or is made from, a message's content."""
+    nodes = [expression, *expression.find_all(jinja2.nodes.Node)]
+    return any(
+        (isinstance(node, jinja2.nodes.Name) and node.name == "content")
+        or (isinstance(node, jinja2.nodes.Getattr) and node.attr == "content")
+        or (
+            isinstance(node, jinja2.nodes.Getitem)
+            and isinstance(node.arg, jinja2.nodes.Const)
+            and node.arg.value == "content"
+        )
+        for node in nodes
+    )

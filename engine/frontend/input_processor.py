@@ -1,0 +1,179 @@
+"""From what the caller gave to what the core takes: validated, tokenized, numbered.
+
+Everything that can be wrong with a request is found here, before anything reaches the core.
+"""
+
+import numbers
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from engine.checkpoint.architecture import ModelConfig
+from engine.config import EngineConfig
+from engine.errors import PromptError, SamplingParamsError
+from engine.frontend.tokenizer import Tokenizer
+from engine.types.messages import EngineCoreRequest
+from engine.types.sampling import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a dictionary with `prompt` or `prompt_token_ids` and maybe `cache_salt`."""
+
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+_MASK = (1 << 64) - 1
+
+
+class ProcessedPrompt(NamedTuple):
+    """A prompt as the engine uses it."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None
+
+
+class InputProcessor:
+    """Checks prompts and parameters against the model, and makes requests of them."""
+
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = config.model.max_model_len or model.max_position_embeddings
+        self._model = model
+        self._max_logprobs = config.model.max_logprobs
+        self._seed = config.model.seed
+        self._next_num = 0
+
+    def process_prompt(self, prompt: Prompt, params: SamplingParams) -> ProcessedPrompt:
+        """Tokenize and check one prompt.
+
+        Raises:
+            PromptError: it is empty, too long, of a wrong type, or holds an invalid token id.
+        """
+        text, ids, salt = self._unpack(prompt)
+        if ids is None:
+            assert text is not None
+            if self.tokenizer is None:
+                raise PromptError(
+                    "the prompt is text, but the engine has no tokenizer "
+                    "(skip_tokenizer_init=True); give token ids."
+                )
+            ids = self.tokenizer.encode(text)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        self._check_length(ids)
+        return ProcessedPrompt(text, ids, salt)
+
+    def process_params(self, params: SamplingParams) -> SamplingParams:
+        """The engine's own copy of the parameters, checked against model and tokenizer.
+
+        Raises:
+            SamplingParamsError: a parameter that this model or engine cannot honour.
+        """
+        if not isinstance(params, SamplingParams):
+            raise SamplingParamsError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}"
+            )
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            raise SamplingParamsError(
+                "stop strings and bad_words need a tokenizer, and the engine has none "
+                "(skip_tokenizer_init=True); use stop_token_ids."
+            )
+        own = params.clone().update_from_model(self._model.eos_token_ids)
+        if self.tokenizer is not None:
+            encode = self.tokenizer.encode
+            own.update_from_tokenizer(lambda text: encode(text, add_special_tokens=False))
+        own.verify(self._model.vocab_size, self._max_logprobs)
+        return own
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: ProcessedPrompt,
+        params: SamplingParams,
+        *,
+        arrival_ns: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        traceparent: str | None = None,
+    ) -> EngineCoreRequest:
+        """Number a request. `params` must come from `process_params`.
+
+        The id on the wire carries the number too, so that an id may be used again at once after
+        an abort.
+        """
+        num = self._next_num
+        self._next_num += 1
+        if params.seed is None and not params.is_greedy:
+            params = msgspec.structs.replace(params, seed=_mix(self._seed, num))
+        return EngineCoreRequest(
+            request_id=f"{request_id}-{num}",
+            request_num=num,
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=params,
+            arrival_ns=time.monotonic_ns() if arrival_ns is None else arrival_ns,
+            priority=priority,
+            cache_salt=cache_salt or prompt.cache_salt,
+            traceparent=traceparent,
+        )
+
+    def _unpack(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+        """Text or ids (one of them None) and the cache salt."""
+        salt = None
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - _PROMPT_KEYS
+            if unknown or not {"prompt", "prompt_token_ids"} & set(prompt):
+                raise PromptError(
+                    "a prompt dictionary needs prompt or prompt_token_ids, and may have "
+                    f"cache_salt; got {sorted(map(str, prompt))}"
+                )
+            salt = prompt.get("cache_salt")
+            if salt is not None and (not isinstance(salt, str) or not salt):
+                raise PromptError(f"cache_salt must be a string that is not empty, got {salt!r}")
+            text = prompt.get("prompt")
+            ids = prompt.get("prompt_token_ids")
+            if text is not None and not isinstance(text, str):
+                raise PromptError(f"prompt must be a string, got {type(text).__name__}")
+            if ids is None:
+                return text, None, salt
+            return text, self._check_ids(ids), salt
+        if isinstance(prompt, str):
+            return prompt, None, None
+        return None, self._check_ids(prompt), salt
+
+    def _check_ids(self, ids: Any) -> list[int]:
+        if isinstance(ids, bytes | bytearray) or not isinstance(ids, Sequence):
+            if not hasattr(ids, "tolist"):
+                raise PromptError(
+                    "a prompt must be a string, a list of token ids, or a dictionary with "
+                    f"prompt or prompt_token_ids; got {type(ids).__name__}"
+                )
+            ids = ids.tolist()
+        vocab_size = self._model.vocab_size
+        for position, token_id in enumerate(ids):
+            integral = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
+            if not integral or not 0 <= token_id < vocab_size:
+                raise PromptError(
+                    f"token id {token_id!r} at position {position} is not an integer from 0 to "
+                    f"{vocab_size - 1}"
+                )
+        return [int(token_id) for token_id in ids]
+
+    def _check_length(self, ids: list[int]) -> None:
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token.")
+        if len(ids) >= self.max_model_len:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, and the context of {self.max_model_len} must "
+                "also hold at least one output token. Shorten the prompt, set "
+                "truncate_prompt_tokens, or raise max_model_len if the model allows it."
+            )
+
+
+def _mix(seed: int, num: int) -> int:
+    """A 63-bit seed for request `num` (splitmix64's finaliser, Steele et al. 2014)."""
+    value = (seed * 0x9E3779B97F4A7C15 + num + 1) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (value ^ (value >> 31)) >> 1

@@ -1,0 +1,284 @@
+"""From what the core sends to what the caller receives: text, logprobs, time lines.
+
+Holds one `RequestState` per request in the core. Knows text; knows no socket.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.frontend.detokenizer import IncrementalDetokenizer
+from engine.frontend.input_processor import ProcessedPrompt
+from engine.frontend.logprobs import LogprobsProcessor
+from engine.frontend.parallel_sampling import ParentRequest
+from engine.frontend.tokenizer import Tokenizer
+from engine.types.messages import (
+    CoreTimes,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from engine.types.outputs import CompletionOutput, RequestOutput
+from engine.types.sampling import RequestOutputKind
+from instrumentation import Instrument, RequestTimeline
+
+
+class RequestState:
+    """All that the frontend keeps of one request (one sequence of it, with n > 1)."""
+
+    __slots__ = (
+        "detokenizer",
+        "external_id",
+        "index",
+        "last_token_ns",
+        "logprobs",
+        "num_sent",
+        "parent",
+        "prompt",
+        "request",
+        "times",
+    )
+
+    def __init__(
+        self,
+        external_id: str,
+        request: EngineCoreRequest,
+        prompt: ProcessedPrompt,
+        tokenizer: Tokenizer | None,
+        *,
+        parent: ParentRequest | None,
+        index: int,
+    ) -> None:
+        params = request.sampling_params
+        self.external_id = external_id
+        self.request = request
+        self.prompt = prompt
+        self.parent = parent
+        self.index = index
+        self.detokenizer = IncrementalDetokenizer.create(tokenizer, params, prompt.token_ids)
+        self.logprobs = LogprobsProcessor(tokenizer, params.logprobs, params.prompt_logprobs)
+        self.num_sent = 0
+        self.last_token_ns = 0
+        self.times = CoreTimes()
+
+    @property
+    def output_kind(self) -> RequestOutputKind:
+        """Which part of the output the caller wants when."""
+        return self.request.sampling_params.output_kind
+
+    def completion(
+        self,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        metrics: RequestTimeline | None,
+    ) -> CompletionOutput:
+        """The sequence as the caller sees it now."""
+        finished, delta = finish_reason is not None, self.output_kind is RequestOutputKind.DELTA
+        token_ids, logprobs = self.detokenizer.output_token_ids, self.logprobs.logprobs
+        since = self.num_sent if delta else 0
+        self.num_sent = len(token_ids)
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.output_text(finished=finished, delta=delta),
+            token_ids=token_ids[since:],
+            cumulative_logprob=self.logprobs.cumulative_logprob,
+            logprobs=None if logprobs is None else logprobs[since : len(token_ids)],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            metrics=metrics,
+        )
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """What one message from the core means."""
+
+    request_outputs: list[RequestOutput] = field(default_factory=list)
+    to_abort: list[str] = field(default_factory=list)
+    """Core ids of requests that a stop string has ended here; the core does not know yet."""
+    token_gaps_ns: list[int] = field(default_factory=list)
+    """Time since the request's previous tokens, for each request with new ones but its first."""
+    first_tokens: list[RequestTimeline] = field(default_factory=list)
+    """Requests whose first token has just come, as far as they have got."""
+    timelines: list[RequestTimeline] = field(default_factory=list)
+    """Requests that have ended."""
+    num_generation_tokens: int = 0
+
+
+class OutputProcessor:
+    """Owns the requests' states by the id that the core uses, and by the caller's id."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, obs: Instrument) -> None:
+        self.tokenizer = tokenizer
+        self.obs = obs
+        self._states: dict[str, RequestState] = {}
+        self._children: dict[str, list[str]] = {}
+
+    def __contains__(self, external_id: str) -> bool:
+        return external_id in self._children
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences whose last output has not come yet."""
+        return len(self._states)
+
+    def unfinished_ids(self) -> list[str]:
+        """The caller's ids of unfinished requests."""
+        return list(self._children)
+
+    def core_ids(self, external_ids: Iterable[str]) -> list[str]:
+        """The core's ids of unfinished sequences of these requests; unknown ids are left out."""
+        return [core_id for one in external_ids for core_id in self._children.get(one, ())]
+
+    def add_request(
+        self,
+        external_id: str,
+        request: EngineCoreRequest,
+        prompt: ProcessedPrompt,
+        *,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+    ) -> None:
+        """Expect outputs of a request."""
+        self._states[request.request_id] = RequestState(
+            external_id, request, prompt, self.tokenizer, parent=parent, index=index
+        )
+        self._children.setdefault(external_id, []).append(request.request_id)
+
+    def process_outputs(self, message: EngineCoreOutputs) -> ProcessedOutputs:
+        """Turn the core's outputs into the caller's."""
+        done = ProcessedOutputs()
+        for output in message.outputs:
+            state = self._states.get(output.request_id)
+            if state is not None:  # else: ended here by a stop string, or aborted
+                self._process(state, output, message.timestamp_ns, done)
+        for timeline in done.timelines:
+            self.obs.request(timeline)
+        return done
+
+    def abandon(
+        self, external_ids: Iterable[str], reason: FinishReason, *, error: str | None = None
+    ) -> list[RequestTimeline]:
+        """Expect nothing more of these requests; returns their time lines."""
+        timelines = []
+        for core_id in self.core_ids(list(external_ids)):
+            state = self._states[core_id]
+            output = EngineCoreOutput(core_id, [], error=error)
+            timelines.append(_timeline(state, output, str(reason)))
+            self.obs.request(timelines[-1])
+            self._forget(state)
+        return timelines
+
+    def _process(
+        self,
+        state: RequestState,
+        output: EngineCoreOutput,
+        timestamp_ns: int,
+        done: ProcessedOutputs,
+    ) -> None:
+        if output.times is not None:
+            state.times = output.times
+        if output.new_token_ids:
+            self._count(state, output, timestamp_ns, done)
+        if output.prompt_logprobs is not None:
+            state.logprobs.update_prompt(output.prompt_logprobs)
+        if output.new_logprobs is not None:
+            state.logprobs.update_sample(output.new_logprobs)
+        reason, stop_reason = output.finish_reason, output.stop_reason
+        stop = state.detokenizer.update(
+            output.new_token_ids,
+            finished=output.finished,
+            stop_terminated=reason is FinishReason.STOP,
+        )
+        if stop is not None:
+            if reason is None:
+                done.to_abort.append(output.request_id)
+            reason, stop_reason = FinishReason.STOP, stop
+        if reason is None and state.output_kind is RequestOutputKind.FINAL_ONLY:
+            return
+        finish_reason, timeline = None, None
+        if reason is not None:
+            finish_reason = str(reason)
+            timeline = _timeline(state, output, finish_reason, stop_reason)
+            done.timelines.append(timeline)
+            self._forget(state)
+        completion = state.completion(finish_reason, stop_reason, timeline)
+        request_output = _request_output(state, completion, output)
+        if request_output is not None:
+            done.request_outputs.append(request_output)
+
+    def _count(
+        self,
+        state: RequestState,
+        output: EngineCoreOutput,
+        timestamp_ns: int,
+        done: ProcessedOutputs,
+    ) -> None:
+        done.num_generation_tokens += len(output.new_token_ids)
+        if state.last_token_ns:
+            done.token_gaps_ns.append(timestamp_ns - state.last_token_ns)
+        state.last_token_ns = timestamp_ns
+        if output.times is not None and output.times.first_token_ns == timestamp_ns:
+            done.first_tokens.append(_timeline(state, output, None))
+
+    def _forget(self, state: RequestState) -> None:
+        core_id = state.request.request_id
+        del self._states[core_id]
+        siblings = self._children[state.external_id]
+        siblings.remove(core_id)
+        if not siblings:
+            del self._children[state.external_id]
+
+
+def _request_output(
+    state: RequestState, completion: CompletionOutput, output: EngineCoreOutput
+) -> RequestOutput | None:
+    """The caller's view; None while a final-only request with n > 1 is incomplete."""
+    parent = state.parent
+    completions = [completion] if parent is None else parent.gather(completion)
+    if not completions:
+        return None
+    delta = state.output_kind is RequestOutputKind.DELTA
+    logprobs = state.logprobs
+    return RequestOutput(
+        request_id=state.external_id,
+        prompt=state.prompt.text,
+        prompt_token_ids=state.prompt.token_ids,
+        outputs=completions,
+        finished=completion.finished() if parent is None else parent.finished,
+        prompt_logprobs=logprobs.pop_prompt_logprobs() if delta else logprobs.prompt_logprobs,
+        num_cached_tokens=output.num_cached_tokens,
+        metrics=completions[0].metrics,
+        error=output.error,
+    )
+
+
+def _timeline(
+    state: RequestState,
+    output: EngineCoreOutput,
+    finish_reason: str | None,
+    stop_reason: int | str | None = None,
+) -> RequestTimeline:
+    """The request's life so far, from the core's stamps and our own."""
+    request, times, parent = state.request, state.times, state.parent
+    return RequestTimeline(
+        request_id=state.external_id if parent is None else f"{state.external_id}/{state.index}",
+        request_num=request.request_num,
+        parent_id=None if parent is None else state.external_id,
+        index=state.index,
+        arrival_ns=request.arrival_ns,
+        queued_ns=times.queued_ns,
+        first_scheduled_ns=times.first_scheduled_ns,
+        first_token_ns=times.first_token_ns,
+        last_token_ns=state.last_token_ns,
+        delivered_ns=time.monotonic_ns(),
+        preemptions=times.preemptions,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=output.num_cached_tokens,
+        num_generation_tokens=len(state.detokenizer.output_token_ids),
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        error=output.error,
+        traceparent=request.traceparent,
+    )

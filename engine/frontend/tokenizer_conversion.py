@@ -1,0 +1,125 @@
+"""Tokenizers that only Transformers can read, converted once and kept as tokenizer.json.
+
+Knows the cache and how to ask Transformers; imports it here and only when something is converted.
+Does not know what is in a tokenizer.
+
+The cache is `$XDG_CACHE_HOME/isinglass/tokenizers` (`~/.cache/...`), one folder for each source:
+its name is made of the source's path, sizes and modification times and Transformers' version.
+"""
+
+import atexit
+import hashlib
+import importlib.metadata
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from engine.errors import TokenizerError
+
+logger = logging.getLogger(__name__)
+
+SLOW_TOKENIZER_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model.v3",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tiktoken.model",
+    "qwen.tiktoken",
+)
+"""Files in a model folder from which Transformers can make a tokenizer."""
+_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def cache_root() -> Path:
+    """Folder of the converted tokenizers."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "isinglass" / "tokenizers"
+
+
+def converted_folder(source: Path) -> Path:
+    """A folder with tokenizer.json, made from a GGUF file or from a model folder that has none.
+
+    Raises:
+        TokenizerError: Transformers is not installed or cannot read the tokenizer either.
+    """
+    target = cache_root() / _cache_key(source)
+    if (target / "tokenizer.json").is_file():
+        return target
+    work = Path(tempfile.mkdtemp(prefix="isinglass-tokenizer-"))
+    try:
+        _convert(source, work)
+        return _publish(work, target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _cache_key(source: Path) -> str:
+    if source.is_dir():
+        names = (*SLOW_TOKENIZER_FILES, *_SETTINGS_FILES, "config.json")
+        files = [source / name for name in names if (source / name).is_file()]
+    else:
+        files = [source]
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    parts = [version, str(source.resolve())]
+    for file in files:
+        status = file.stat()
+        parts.append(f"{file.name}:{status.st_size}:{status.st_mtime_ns}")
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return f"{source.stem[:40]}-{digest[:24]}"
+
+
+def _convert(source: Path, work: Path) -> None:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise TokenizerError(
+            f"the tokenizer of {source} must be converted, for which transformers is needed: "
+            "install it, or give a folder with a tokenizer.json"
+        ) from error
+    logger.info("converting the tokenizer of %s; the result is kept", source)
+    try:
+        if source.is_dir():
+            converted = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+        else:
+            converted = AutoTokenizer.from_pretrained(
+                str(source.parent), gguf_file=source.name, local_files_only=True
+            )
+        converted.save_pretrained(str(work))
+    except Exception as error:  # the many kinds that Transformers raises for unreadable files
+        raise TokenizerError(
+            f"transformers cannot read the tokenizer of {source}: {error}"
+        ) from error
+    if not (work / "tokenizer.json").is_file():
+        raise TokenizerError(
+            f"the tokenizer of {source} is a {type(converted).__name__}, which has no "
+            "tokenizer.json; give a folder with one, or prompts as token ids"
+        )
+
+
+def _publish(work: Path, target: Path) -> Path:
+    """Move the result into the cache at once; another process may have done the same."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix="new-", dir=target.parent))
+        shutil.copytree(work, staging, dirs_exist_ok=True)
+        try:
+            os.replace(staging, target)
+        except OSError:
+            shutil.rmtree(staging, ignore_errors=True)
+            if not (target / "tokenizer.json").is_file():
+                raise
+    except OSError as error:
+        logger.warning("cannot keep the converted tokenizer in %s: %s", target.parent, error)
+        atexit.register(shutil.rmtree, work, ignore_errors=True)
+        return work
+    shutil.rmtree(work, ignore_errors=True)
+    return target

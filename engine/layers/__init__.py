@@ -1,0 +1,1 @@
+"""Building blocks of the models: linear maps, norms, embeddings, rotary positions."""

@@ -1,0 +1,67 @@
+"""How the frontend reaches an engine core: the contract, and the core in the same process.
+
+Knows messages; knows no text and no scheduler.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.types.messages import (
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+)
+from instrumentation import Instrument
+
+
+class EngineCoreClient(ABC):
+    """Adds requests to a core and takes outputs from it."""
+
+    @staticmethod
+    def make_client(
+        config: EngineConfig, *, run_dir: str | None, obs: Instrument
+    ) -> "EngineCoreClient":
+        """The client for the configuration; the core starts to boot, `wait_ready` comes next."""
+        # Imported here: the in-process client brings the whole engine, torch included.
+        if config.process.enable_multiprocessing:
+            from engine.transport.mp_client import SyncMPClient
+
+            return SyncMPClient(config, run_dir=run_dir, obs=obs)
+        from engine.transport.inproc_client import InprocClient
+
+        return InprocClient(config, run_dir=run_dir)
+
+    @abstractmethod
+    def wait_ready(self) -> EngineCoreReadyResponse:
+        """Wait until the core is up.
+
+        Raises:
+            EngineStartError: it did not come up in time, died, or speaks another version.
+            IsinglassError: what stopped it, under its own name (ModelError, ConfigError, ...).
+        """
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request to the core."""
+
+    @abstractmethod
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """End requests; each answers with one last output that says abort."""
+
+    @abstractmethod
+    def get_output(self) -> EngineCoreOutputs:
+        """Wait for the next outputs. Only call it while requests are unfinished.
+
+        Raises:
+            EngineDeadError: the core has died.
+        """
+
+    @abstractmethod
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Call one of the core's utility methods and wait for its result."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the core and leave nothing behind; harmless when called twice."""

@@ -1,0 +1,273 @@
+"""The core in a process of its own, reached over ZMQ sockets in a private folder.
+
+    caller                                     core
+    ROUTER  ──── ADD, ABORT, UTILITY ────────▶ DEALER      handshake READY or FAILED comes back
+    PULL    ◀─── OUTPUTS, FAILED ───────────── PUSH
+
+A monitor thread waits for the core's process; its end turns every pending and later call into
+EngineDeadError. The same object cleans up at garbage collection and at interpreter exit.
+"""
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+import engine.errors
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, EngineStartError, IsinglassError
+from engine.log import get_logger
+from engine.transport.client import EngineCoreClient
+from engine.types.codec import Frame, MessageDecoder, MessageEncoder
+from engine.transport.importable import portable_classes
+from engine.transport.process import SpawnedProcess
+from engine.types.messages import (
+    PROTOCOL_VERSION,
+    EngineCoreFailure,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    MessageType,
+    UtilityOutput,
+    UtilityRequest,
+)
+from instrumentation import Event, Instrument
+
+logger = get_logger(__name__)
+
+_CORE_MAIN = "engine.core.engine_core_proc:run_engine_core"
+
+
+class CoreProcess:
+    """The spawned core with its sockets and folder: everything that must not be left behind."""
+
+    def __init__(self, config: EngineConfig, *, run_dir: str | None, obs: Instrument) -> None:
+        self.grace_s = config.process.shutdown_timeout_s
+        self.obs = obs
+        self.stopping = False
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.directory = _private_directory()
+        self.context = zmq.Context(io_threads=1)
+        self.input = self._bind(zmq.ROUTER, "input")
+        self.input.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.output = self._bind(zmq.PULL, "output")
+        self._death_read, self._death_write = os.pipe()
+        settings, main_path = portable_classes(config)
+        self.process = SpawnedProcess(
+            _CORE_MAIN,
+            {
+                "config": settings,
+                "protocol_version": PROTOCOL_VERSION,
+                "input_address": self.address("input"),
+                "output_address": self.address("output"),
+                "engine_index": 0,
+                "run_dir": run_dir,
+                "spawned_ns": time.monotonic_ns(),
+            },
+            name="EngineCore",
+            private_dir=self.directory,
+            main_path=main_path,
+        )
+        self._monitor = threading.Thread(
+            target=self._watch, name="EngineCoreMonitor", daemon=True
+        )
+        self._monitor.start()
+
+    def address(self, name: str) -> str:
+        """The ipc address of a socket."""
+        return f"ipc://{self.directory}/{name}"
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process has ended."""
+        return self.process.exit_code is not None
+
+    def poll(self, socket: zmq.Socket, timeout_s: float | None = None) -> bool:
+        """Wait until the socket can be read (True), or the core is dead or time is up (False)."""
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._death_read, zmq.POLLIN)
+        events = dict(poller.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
+        return socket in events
+
+    def death(self) -> EngineDeadError:
+        """The error that tells of the core's end."""
+        code, tail = self.process.exit_code, self.process.log_tail()
+        if self.stopping:
+            return EngineDeadError("the engine has been shut down", exit_code=code)
+        how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        lines = "".join(f"\n    {line}" for line in tail[-12:])
+        last = f" It logged last:{lines}" if lines else ""
+        return EngineDeadError(
+            f"the engine core died ({how}); make a new LLM.{last}", exit_code=code, log_tail=tail
+        )
+
+    def close(self) -> None:
+        """Stop the process, close the sockets, remove the folder."""
+        if os.getpid() != self._owner_pid:
+            return  # a fork of the caller must not take the engine down with it
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = self.stopping = True
+        if not self.is_dead:
+            try:
+                self.input.send_multipart([b"0", MessageType.SHUTDOWN.value], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                self.process.stop(0)  # not connected yet: it cannot be asked
+        self.process.stop(self.grace_s)
+        self._monitor.join(timeout=1.0)
+        self.context.destroy(linger=0)
+        os.close(self._death_read)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket:
+        socket = self.context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.bind(self.address(name))
+        return socket
+
+    def _watch(self) -> None:
+        code = self.process.wait()
+        if not self.stopping:
+            self.obs.for_thread("monitor").event(
+                Event.ENGINE_DEAD, value=code or 0, detail="".join(self.process.log_tail()[-1:])
+            )
+        os.close(self._death_write)  # makes the other end readable, for good
+
+
+class SyncMPClient(EngineCoreClient):
+    """Blocking client, for the offline API. Not thread-safe: one caller at a time."""
+
+    def __init__(self, config: EngineConfig, *, run_dir: str | None, obs: Instrument) -> None:
+        self._timeout_s = config.process.engine_ready_timeout_s
+        self._core = CoreProcess(config, run_dir=run_dir, obs=obs)
+        self._finalizer = weakref.finalize(self, CoreProcess.close, self._core)
+        self._encoder = MessageEncoder()
+        self._decoder = MessageDecoder(EngineCoreOutputs)
+        self._pending: deque[EngineCoreOutputs] = deque()
+        self._next_call = 0
+
+    @property
+    def core_pid(self) -> int:
+        """Process id of the core."""
+        return self._core.process.pid
+
+    def wait_ready(self) -> EngineCoreReadyResponse:
+        try:
+            return self._handshake()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._send(MessageType.ADD, self._encoder.encode(request))
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        self._send(MessageType.ABORT, self._encoder.encode(list(request_ids)))
+
+    def get_output(self) -> EngineCoreOutputs:
+        return self._pending.popleft() if self._pending else self._receive()
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        self._next_call += 1
+        call = UtilityRequest(self._next_call, method, list(args))
+        self._send(MessageType.UTILITY, self._encoder.encode(call))
+        while True:
+            outputs = self._receive()
+            if outputs.utility is None or outputs.utility.call_id != call.call_id:
+                self._pending.append(outputs)
+                continue
+            return _unwrap(outputs.utility)
+
+    def shutdown(self) -> None:
+        self._finalizer()
+
+    def _send(self, kind: MessageType, frames: list[Frame]) -> None:
+        self._ensure_alive()
+        try:
+            self._core.input.send_multipart([b"0", kind.value, *frames], copy=False)
+        except zmq.ZMQError as error:
+            raise self._core.death() from error
+
+    def _receive(self) -> EngineCoreOutputs:
+        self._ensure_usable()
+        if not self._core.poll(self._core.output):
+            raise self._core.death()
+        kind, *frames = self._core.output.recv_multipart()
+        if kind == MessageType.FAILED.value:
+            failure = msgspec.msgpack.decode(frames[0], type=EngineCoreFailure)
+            self._core.process.wait(timeout_s=2.0)
+            death = self._core.death()
+            death.add_note(failure.traceback)
+            raise death
+        return self._decoder.decode(frames)
+
+    def _handshake(self) -> EngineCoreReadyResponse:
+        core, deadline = self._core, time.monotonic() + self._timeout_s
+        if not core.poll(core.input, self._timeout_s):
+            if core.is_dead:
+                death = core.death()
+                raise EngineStartError(f"during start-up {death}") from death
+            raise EngineStartError(
+                f"the engine core was not ready after {self._timeout_s:g} s; "
+                "raise engine_ready_timeout_s for a large model or a slow disk."
+            )
+        assert time.monotonic() < deadline + 1
+        _, kind, payload = core.input.recv_multipart()
+        if kind == MessageType.FAILED.value:
+            raise _startup_error(msgspec.msgpack.decode(payload, type=EngineCoreFailure))
+        version = msgspec.msgpack.decode(payload)[0]
+        if kind != MessageType.READY.value or version != PROTOCOL_VERSION:
+            raise EngineStartError(
+                f"the engine core speaks protocol {version}, the frontend {PROTOCOL_VERSION}: "
+                "two versions of isinglass are mixed on the import path."
+            )
+        return msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)
+
+    def _ensure_usable(self) -> None:
+        if self._core.stopping:
+            raise self._core.death()
+
+    def _ensure_alive(self) -> None:
+        self._ensure_usable()
+        if self._core.is_dead:
+            raise self._core.death()
+
+
+def _unwrap(output: UtilityOutput) -> Any:
+    if output.failure is not None:
+        raise IsinglassError(output.failure)
+    return output.result
+
+
+def _startup_error(failure: EngineCoreFailure) -> Exception:
+    """The core's own error where it is one of ours, else EngineStartError with its traceback."""
+    kind = getattr(engine.errors, failure.error_class, None)
+    if isinstance(kind, type) and issubclass(kind, IsinglassError):
+        return kind(failure.message)
+    error = EngineStartError(
+        f"the engine core failed to start: {failure.error_class}: {failure.message}"
+    )
+    error.add_note(failure.traceback)
+    return error
+
+
+def _private_directory() -> str:
+    """A new folder of mode 0700 whose paths are short enough for a socket (108 bytes)."""
+    directory = tempfile.mkdtemp(prefix="isinglass-")
+    if len(directory) > 80:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="isinglass-", dir="/tmp")  # noqa: S108
+    return directory

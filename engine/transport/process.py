@@ -1,0 +1,102 @@
+"""A spawned child process: start, the last lines it logged, how it ended, how to stop it."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from typing import Any
+
+from engine.transport.boot import BOOTSTRAP
+
+_LOG_LINES = 40
+
+
+class SpawnedProcess:
+    """A fresh interpreter that runs `module:function(**kwargs)`.
+
+    The child's standard error passes through to ours line by line; the last lines are kept for
+    the error that reports its death.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        private_dir: str,
+        main_path: str | None = None,
+    ) -> None:
+        self.name = name
+        self._log: deque[str] = deque(maxlen=_LOG_LINES)
+        flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does
+        self._process = subprocess.Popen(
+            [sys.executable, *flags, "-c", BOOTSTRAP, name],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        boot = {
+            "sys_path": sys.path,
+            "parent_pid": os.getpid(),
+            "private_dir": private_dir,
+            "main_path": main_path,
+            "target": target,
+            "kwargs": kwargs,
+        }
+        self._forwarder = threading.Thread(
+            target=self._forward_log, name=f"{name}-log", daemon=True
+        )
+        self._forwarder.start()
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(boot).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            # It died at once; whoever waits for it reports the exit code and what it logged.
+            self.wait()
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for its end; None if it still runs after the time."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def log_tail(self) -> tuple[str, ...]:
+        """The last lines that it wrote to standard error, oldest first."""
+        if self.exit_code is not None:
+            self._forwarder.join(timeout=1.0)
+        return tuple(self._log)
+
+    def stop(self, grace_s: float) -> None:
+        """Give it time to end by itself, then terminate, then kill. Leaves no zombie."""
+        if self.wait(grace_s) is None:
+            self._process.terminate()
+            if self.wait(1.0) is None:
+                self._process.kill()
+                self.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._forwarder.join(timeout=1.0)
+
+    def _forward_log(self) -> None:
+        assert self._process.stderr is not None
+        for raw in self._process.stderr:
+            line = raw.decode(errors="replace")
+            self._log.append(line.rstrip())
+            # Our own standard error may be closed or replaced (a notebook, pytest).
+            if sys.stderr is not None and not sys.stderr.closed:
+                sys.stderr.write(line)
+        self._process.stderr.close()

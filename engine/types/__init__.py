@@ -1,0 +1,1 @@
+"""Types that cross a boundary; they know no layer above or below."""

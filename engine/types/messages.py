@@ -1,0 +1,142 @@
+"""What the frontend and the engine core say to each other.
+
+Array-like msgspec structs without garbage-collector tracking; NumPy arrays inside them travel
+as frames of their own (`engine.types.codec`). Times are CLOCK_MONOTONIC nanoseconds, which
+all processes of a host share.
+"""
+
+import enum
+from typing import Any
+
+import msgspec
+
+from engine.types.logprobs import LogprobsLists
+from engine.types.sampling import SamplingParams
+from instrumentation import StepRecord, WorkerStepRecord
+
+PROTOCOL_VERSION = 1
+"""Raised whenever a message changes; both sides must agree."""
+
+
+class MessageType(bytes, enum.Enum):
+    """First frame of every message, in both directions."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    UTILITY = b"\x02"
+    SHUTDOWN = b"\x03"
+    READY = b"\x10"
+    FAILED = b"\x11"
+    OUTPUTS = b"\x20"
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. `str()` gives the name that users see."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
+    """One request as the core sees it: token ids in, n always 1."""
+
+    request_id: str
+    request_num: int
+    """Unique number of the request; stands for it in step records."""
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_ns: int
+    priority: int = 0
+    cache_salt: str | None = None
+    traceparent: str | None = None
+    """W3C trace context of the caller's span."""
+    client_index: int = 0
+
+
+class CoreTimes(msgspec.Struct, array_like=True, gc=False):
+    """When the core did what with one request (monotonic nanoseconds; 0: not yet)."""
+
+    queued_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    preemptions: list[tuple[int, int]] = []
+    """(preempted, resumed) pairs; resumed is 0 while the request still waits."""
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step brought for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: LogprobsLists | None = None
+    prompt_logprobs: LogprobsLists | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    times: CoreTimes | None = None
+    """Sent with the request's first token and with its last output."""
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the request's last output."""
+        return self.finish_reason is not None
+
+
+class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
+    """A call of one of the core's utility methods."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
+    """Result of a utility call; `failure` is set instead when it raised."""
+
+    call_id: int
+    result: Any = None
+    failure: str | None = None
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Everything that the core publishes after one step, or one utility call."""
+
+    outputs: list[EngineCoreOutput] = []
+    timestamp_ns: int = 0
+    """When the core took the step's tokens in: the time stamp of each of them."""
+    step: StepRecord | None = None
+    worker_step: WorkerStepRecord | None = None
+    utility: UtilityOutput | None = None
+    engine_index: int = 0
+
+
+class EngineCoreReadyResponse(msgspec.Struct, array_like=True, gc=False):
+    """What the core decided while it came up."""
+
+    version: int
+    num_gpu_blocks: int
+    block_size: int
+    max_model_len: int
+    """Possibly smaller than asked for, when the KV cache cannot hold more."""
+    max_num_batched_tokens: int
+    dtype: str
+    device: str
+    attention_backend: str
+    kv_cache_bytes: int
+    startup_ns: dict[str, int]
+    """Duration of each start-up phase in the core, nanoseconds."""
+
+
+class EngineCoreFailure(msgspec.Struct, array_like=True, gc=False):
+    """Why the core did not come up, or died."""
+
+    error_class: str
+    message: str
+    traceback: str

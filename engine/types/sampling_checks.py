@@ -1,0 +1,128 @@
+"""Checks of single sampling parameters: type and range in, a plain Python value out.
+
+Knows how a wrong value is reported. Does not know which fields there are nor how they interact:
+that is `engine.types.sampling`. Every function raises `SamplingParamsError`.
+"""
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NoReturn
+
+import msgspec
+
+from engine.errors import SamplingParamsError
+
+MAX_LOGIT_BIAS: Final = 100.0
+"""Logit biases are clamped to plus or minus this value, as in the OpenAI API."""
+
+_MAX_TOKEN_ID: Final = 2**31 - 1
+
+
+def reject(name: str, value: object, allowed: str, remedy: str = "") -> NoReturn:
+    """Raise the error of a field whose value is not allowed."""
+    raise SamplingParamsError(
+        f"{name} must be {allowed}, got {short(value)}{f'; {remedy}' if remedy else ''}."
+    )
+
+
+def short(value: object) -> str:
+    """The value as shown in messages: its repr, cut to a line."""
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of lists and dictionaries."""
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return value
+
+
+def checked_integer(name: str, value: object, low: int, high: int, allowed: str) -> int:
+    """The value as a Python integer between two bounds; bool is refused."""
+    # bool is an int in Python; logprobs=True is a caller's mistake, not a one.
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        reject(name, value, allowed)
+    number = int(value)
+    if not low <= number <= high:
+        reject(name, number, allowed)
+    return number
+
+
+def checked_real(name: str, value: object, low: float, high: float, allowed: str) -> float:
+    """The value as a finite float between two bounds; bool is refused."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        reject(name, value, allowed)
+    try:
+        number = float(value)
+    except OverflowError:
+        reject(name, value, allowed)
+    if not (math.isfinite(number) and low <= number <= high):
+        reject(name, value, allowed)
+    return number
+
+
+def _items(name: str, value: object) -> Iterable[object]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        reject(name, value, "None or a list")
+    return value
+
+
+def checked_strings(name: str, value: object) -> list[str]:
+    """The distinct strings of a list, none of them empty; None is an empty list."""
+    if value is None:
+        return []
+    strings: dict[str, None] = {}
+    for item in _items(name, value):
+        if not isinstance(item, str) or not item:
+            reject(name, value, "None or a list of strings that are not empty")
+        strings[item] = None
+    return list(strings)
+
+
+def checked_token_ids(name: str, value: object) -> list[int]:
+    """The distinct token ids of any iterable of integers."""
+    allowed = "a list of token ids (integers of at least 0)"
+    token_ids = (
+        checked_integer(name, item, 0, _MAX_TOKEN_ID, allowed) for item in _items(name, value)
+    )
+    return list(dict.fromkeys(token_ids))
+
+
+def checked_logit_bias(value: object) -> dict[int, float]:
+    """Biases by token id, clamped to plus or minus `MAX_LOGIT_BIAS`."""
+    if not isinstance(value, Mapping):
+        reject("logit_bias", value, "None or a mapping of token id to bias")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        # JSON objects have string keys: the OpenAI API sends {"50256": -100}.
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token_id = checked_integer("logit_bias", token_id, 0, _MAX_TOKEN_ID, "keyed by token ids")
+        number = checked_real("logit_bias", bias, -math.inf, math.inf, "of finite numbers")
+        biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, number))
+    return biases
+
+
+def check_extra_args(value: object) -> None:
+    """Refuse what cannot travel to the engine core."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        reject("extra_args", value, "None or a dictionary with string keys")
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise SamplingParamsError(
+            f"extra_args must hold values that MessagePack can carry, got {short(value)}: {error}."
+        ) from error
+
+
+def check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Refuse token ids that the logits have no column for."""
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+    if outside:
+        raise SamplingParamsError(
+            f"{name} must hold token ids below the vocabulary size {vocab_size}, "
+            f"got {short(outside)}."
+        )

@@ -1,0 +1,81 @@
+"""How much memory the device has, and how much of it a forward pass takes.
+
+On a CPU "available" is what the kernel would give without swapping, within the control group's
+limit; the peak of a forward pass is read off the process's resident-set high-water mark.
+"""
+
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _meminfo("MemAvailable")
+    limit, used = _read_int(_CGROUP / "memory.max"), _read_int(_CGROUP / "memory.current")
+    if limit is not None and used is not None:
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory of the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return _meminfo("MemTotal")
+
+
+class PeakMemory:
+    """Measures the most memory held between `with` entry and exit, above what was held before.
+
+    `peak_bytes` is valid after the block.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak_bytes = 0
+        self._before = 0
+
+    def __enter__(self) -> "PeakMemory":
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+        else:
+            peak = _status("VmHWM")
+        self.peak_bytes = max(0, peak - self._before)
+
+
+def _meminfo(key: str) -> int:
+    return _kilobytes(Path("/proc/meminfo"), key)
+
+
+def _status(key: str) -> int:
+    return _kilobytes(Path("/proc/self/status"), key)
+
+
+def _kilobytes(path: Path, key: str) -> int:
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"{path} has no {key}")
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,248 @@
+"""One rank: its device, its weights, its KV tensors, and the runner that uses them."""
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention.base import AttentionBackend, BatchLayout
+from engine.attention.registry import select_backend
+from engine.checkpoint.architecture import ModelConfig, read_model_config
+from engine.checkpoint.locate import resolve_model
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.log import get_logger
+from engine.models.loader import load_model
+from engine.types.kv_cache import KVCacheSpec
+from engine.types.plan import ModelRunnerOutput, SchedulerOutput
+from engine.worker.input_batch import InputBatch
+from engine.worker.logits_processor import load_logits_processors
+from engine.worker.memory import PeakMemory, available_bytes, total_bytes
+from engine.worker.model_runner import ModelRunner
+from engine.worker.sampler import Sampler
+from engine.worker.sampling_state import SamplingState
+from instrumentation import Instrument
+
+logger = get_logger(__name__)
+
+_GPU_UTILIZATION = 0.9
+_CPU_KV_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVBudget:
+    """What the KV cache may cost, and what one block costs."""
+
+    available_bytes: int
+    spec: KVCacheSpec
+
+
+class Worker:
+    """Brings a model up on a device and runs its steps."""
+
+    def __init__(self, config: EngineConfig, *, obs: Instrument) -> None:
+        self.config = config
+        self.obs = obs
+        self.source = resolve_model(
+            config.model.model, config.model.revision, config.model.download_dir
+        )
+        self.model_config: ModelConfig = read_model_config(self.source)
+        self.device = resolve_device(config.model.device)
+        self.dtype = resolve_dtype(config.model.dtype, self.model_config.dtype, self.device)
+        self.attention: AttentionBackend = select_backend(
+            config.model.attention_backend, self.device
+        )
+        self.runner: ModelRunner | None = None
+        self._model_memory_bytes = 0
+
+    def load_model(self) -> None:
+        """Read the weights. Raises ModelError for anything wrong with the checkpoint."""
+        began = time.monotonic()
+        before = available_bytes(self.device)
+        self._model = load_model(
+            self.source,
+            self.model_config,
+            dtype=self.dtype,
+            device=self.device,
+            attention_backend=self.attention,
+        )
+        self._model_memory_bytes = max(0, before - available_bytes(self.device))
+        logger.info(
+            "loaded %s (%s, %s on %s) in %.2f s",
+            self.source.name,
+            self.model_config.architecture,
+            str(self.dtype).removeprefix("torch."),
+            self.device,
+            time.monotonic() - began,
+        )
+
+    def get_kv_cache_spec(self) -> KVCacheSpec:
+        """What one KV block costs over all layers."""
+        layers = self._model.attention_layers
+        return KVCacheSpec(
+            block_size=self.config.cache.block_size,
+            num_layers=len(layers),
+            num_kv_heads=tuple(layer.num_kv_heads for layer in layers),
+            head_dim=tuple(layer.head_dim for layer in layers),
+            element_bytes=self.dtype.itemsize,
+        )
+
+    def build_runner(self, *, max_model_len: int, max_num_batched_tokens: int) -> None:
+        """Make the runner and its persistent batch, without a KV cache yet."""
+        model, vocab_size = self.config.model, self.model_config.vocab_size
+        max_num_reqs = self.config.scheduler.max_num_seqs
+        processors = [
+            processor(self.config, self.device, False)
+            for processor in load_logits_processors(list(model.logits_processors))
+        ]
+        sampling = SamplingState(
+            max_num_reqs=max_num_reqs,
+            vocab_size=vocab_size,
+            device=self.device,
+            logits_processors=processors,
+        )
+        batch = InputBatch(
+            max_num_reqs=max_num_reqs,
+            max_model_len=max_model_len,
+            block_size=self.config.cache.block_size,
+            sampling=sampling,
+        )
+        self.runner = ModelRunner(
+            self._model,
+            self.attention,
+            Sampler(model.logprobs_mode),
+            batch,
+            device=self.device,
+            obs=self.obs,
+        )
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+
+    def determine_available_memory(self) -> int:
+        """Bytes that the KV cache may take, after a forward pass of the largest batch.
+
+        CPU: `gpu_memory_utilization` (default 0.25) of the memory that is then still available.
+        GPU: `gpu_memory_utilization` (default 0.9) of the device, less what is in use at the peak.
+        """
+        with PeakMemory(self.device) as memory:
+            self._run_largest_batch()
+        explicit, share = (
+            self.config.cache.kv_cache_memory_bytes,
+            self.config.cache.gpu_memory_utilization,
+        )
+        free = available_bytes(self.device)
+        if explicit is not None:
+            budget = explicit
+        elif self.device.type == "cpu":
+            budget = int((free - memory.peak_bytes) * (share or _CPU_KV_SHARE))
+        else:
+            total = total_bytes(self.device)
+            used = total - free + memory.peak_bytes
+            budget = int(total * (share or _GPU_UTILIZATION)) - used
+        logger.info(
+            "memory: %.2f GiB free, largest batch peaks at %.2f GiB, KV cache gets %.2f GiB",
+            free / 2**30,
+            memory.peak_bytes / 2**30,
+            budget / 2**30,
+        )
+        return budget
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV tensors, one per layer."""
+        assert self.runner is not None, "build_runner() comes first"
+        self.runner.kv_caches = self._allocate(num_blocks)
+
+    def warm_up(self) -> None:
+        """Run a small decode batch, so that the first request pays for no lazy initialisation."""
+        assert self.runner is not None
+        self.runner.dummy_run(_layout([1, 1], [1, 2], self.config.cache.block_size))
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        """Launch a step's forward pass."""
+        assert self.runner is not None
+        self.runner.execute_model(plan)
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        """Sample from the step that was launched."""
+        assert self.runner is not None
+        return self.runner.sample_tokens()
+
+    def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
+        size = self.config.cache.block_size
+        return [
+            _zeros(
+                self.attention.kv_cache_shape(num_blocks, size, layer.num_kv_heads, layer.head_dim),
+                self.dtype,
+                self.device,
+            )
+            for layer in self._model.attention_layers
+        ]
+
+    def _run_largest_batch(self) -> None:
+        """Forward the most tokens and sequences that a step can hold, over a throw-away cache."""
+        assert self.runner is not None
+        size, budget = self.config.cache.block_size, self._max_num_batched_tokens
+        num_seqs = min(self.config.scheduler.max_num_seqs, budget)
+        longest = max(1, min(self._max_model_len, budget - num_seqs + 1))
+        lengths = [longest] + [1] * (num_seqs - 1)
+        layout = _layout(lengths, lengths, size)
+        self.runner.kv_caches = self._allocate(int(layout.block_table.max()) + 1)
+        self.runner.dummy_run(layout)
+        self.runner.kv_caches = []
+
+
+def _layout(query_lens: list[int], seq_lens: list[int], block_size: int) -> BatchLayout:
+    """A made-up batch; every sequence reads and writes the same first blocks."""
+    num_blocks = -(-max(seq_lens) // block_size)
+    slots = [np.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)]
+    return BatchLayout(
+        query_start_loc=np.cumsum([0, *query_lens], dtype=np.int32),
+        seq_lens=np.array(seq_lens, dtype=np.int32),
+        block_table=np.tile(np.arange(num_blocks, dtype=np.int32), (len(seq_lens), 1)),
+        slot_mapping=np.concatenate(slots).astype(np.int64),
+        block_size=block_size,
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU as untouched pages, which cost no time and no memory until written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that a setting names.
+
+    Raises:
+        ConfigError: an unknown name, or a device that this machine does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r} is not here ({torch.cuda.device_count()} CUDA devices). "
+            "Use device='cpu' or 'auto'."
+        )
+    return device
+
+
+def resolve_dtype(setting: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """The number type to compute in: the setting, or the checkpoint's own where that is fast."""
+    name = checkpoint_dtype if setting == "auto" else setting
+    names = {"half": "float16", "float": "float32"}
+    dtype = getattr(torch, names.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype {name!r} is not known; use float32, bfloat16 or float16")
+    if setting == "auto" and device.type == "cpu" and dtype is torch.float16:
+        return torch.bfloat16
+    return dtype

@@ -1,0 +1,473 @@
+"""The instrument: null, live and recording; spans, groups, threads, failure and price."""
+
+import inspect
+import logging
+import subprocess
+import sys
+import threading
+import time
+import timeit
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from instrumentation import (
+    NULL,
+    Event,
+    Instrument,
+    ObservabilityConfig,
+    Phase,
+    RequestTimeline,
+    Role,
+    StartupPhase,
+    StepRecord,
+    ThreadName,
+    WorkerStepRecord,
+)
+from instrumentation.api import Span
+from instrumentation.drain import Drain
+from instrumentation.journal import read_journal
+from instrumentation.live import LiveInstrument
+from instrumentation.names import EVENTS, PHASES, STARTUP_PHASES
+from instrumentation.records import Drops, EventRecord, Record, Spans, ThreadStarted
+from instrumentation.ring import Ring
+from instrumentation.setup import setup
+from instrumentation.sinks import Sink
+from instrumentation.testing import FakeClock, Recorder
+
+
+class MemorySink:
+    """Keeps what it is given; fails when told to."""
+
+    def __init__(self) -> None:
+        self.threads: dict[int, str] = {}
+        self.records: list[tuple[int, Record]] = []
+        self.failing: set[str] = set()
+        self.num_calls = 0
+        self.is_closed = False
+
+    def _call(self, name: str) -> None:
+        self.num_calls += 1
+        if name in self.failing:
+            raise OSError(28, "No space left on device")
+
+    def thread(self, thread: int, started: ThreadStarted) -> None:
+        self._call("thread")
+        self.threads[thread] = started.name
+
+    def write(self, thread: int, records: Iterable[Record]) -> None:
+        self._call("write")
+        self.records += [(thread, record) for record in records]
+
+    def flush(self) -> None:
+        self._call("flush")
+
+    def close(self) -> None:
+        self._call("close")
+        self.is_closed = True
+
+
+def a_step(step: int = 1) -> StepRecord:
+    return StepRecord(step=step, begin_ns=1, end_ns=2)
+
+
+def a_live_instrument(
+    sink: Sink, *, name: str = ThreadName.CORE_LOOP, capacity: int = 8192
+) -> LiveInstrument:
+    # An interval that never passes: tests flush when they want.
+    return LiveInstrument(name, drain=Drain([sink], interval_s=3600), capacity=capacity)
+
+
+def through_one_step(obs: Instrument, record: StepRecord) -> None:
+    with obs.intake:
+        pass
+    with obs.schedule:
+        pass
+    with obs.execute:
+        pass
+    with obs.wait:
+        pass
+    with obs.update:
+        pass
+    obs.step(record)
+    with obs.publish:
+        pass
+
+
+# The interface and the catalogue.
+
+
+def test_catalogue_and_interface_name_the_same_phases() -> None:
+    attributes = {name for name, kind in Instrument.__annotations__.items() if kind is Span}
+    assert attributes == {phase.label for phase in Phase} == {phase.label for phase in PHASES}
+    assert set(EVENTS) == set(Event)
+    assert set(STARTUP_PHASES) == set(StartupPhase)
+
+
+@pytest.mark.parametrize("implementation", [LiveInstrument, Recorder])
+def test_implementations_have_the_full_signatures(implementation: type[Instrument]) -> None:
+    for name, method in inspect.getmembers(Instrument, inspect.isfunction):
+        if not name.startswith("_"):
+            own = inspect.signature(getattr(implementation, name))
+            assert own.parameters == inspect.signature(method).parameters, name
+
+
+def test_implementations_record_what_the_null_instrument_ignores() -> None:
+    for name, method in inspect.getmembers(Instrument, inspect.isfunction):
+        if not name.startswith("_") and name != "close":
+            assert getattr(LiveInstrument, name) is not method, name
+
+
+def test_null_shares_one_span_and_returns_nothing() -> None:
+    spans = {getattr(NULL, phase.label) for phase in Phase}
+    assert len(spans) == 1
+    record = a_step()
+    through_one_step(NULL, record)
+    NULL.event(Event.PREEMPT, "a", value=3)
+    assert record.phases == () and not NULL.enabled
+    assert NULL.for_thread("x") is NULL and NULL.flush() and NULL.phase_totals_ns() == {}
+
+
+@pytest.mark.parametrize("obs", [NULL, Recorder(), LiveInstrument(ThreadName.CORE_LOOP)])
+@pytest.mark.parametrize("phase", list(Phase))
+def test_spans_do_not_swallow_errors(obs: Instrument, phase: Phase) -> None:
+    with pytest.raises(KeyError, match="boom"), getattr(obs, phase.label):
+        raise KeyError("boom")
+    with getattr(obs, phase.label):
+        pass
+
+
+def test_narrow_import_is_light_and_knows_nothing_of_the_engine() -> None:
+    code = (
+        "import sys, instrumentation, instrumentation.setup; "
+        "heavy = {'torch', 'numpy', 'transformers', 'engine', 'google', 'rich', 'zmq'}; "
+        "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# Groups and records.
+
+
+def test_step_takes_the_phases_since_the_step_before() -> None:
+    clock = FakeClock(now_ns=100, tick_ns=10)
+    obs = LiveInstrument(ThreadName.CORE_LOOP, clock=clock)
+    first, second = a_step(1), a_step(2)
+    through_one_step(obs, first)
+    with obs.schedule:
+        clock.advance(1000)
+    obs.step(second)
+    assert first.phases == (
+        *(Phase.INTAKE, 100, 110, Phase.SCHEDULE, 120, 130, Phase.EXECUTE, 140, 150),
+        *(Phase.WAIT, 160, 170, Phase.UPDATE, 180, 190),
+    )
+    assert second.phases == (Phase.PUBLISH, 200, 210, Phase.SCHEDULE, 220, 1230)
+
+
+def test_worker_and_core_phases_do_not_mix_on_one_instrument() -> None:
+    obs = LiveInstrument(ThreadName.CORE_LOOP)
+    worker_record = WorkerStepRecord(step=1, begin_ns=1, end_ns=2)
+    record = a_step()
+    with obs.execute, obs.forward:
+        obs.worker_step(worker_record)
+    obs.step(record)
+    assert record.phases[::3] == (Phase.EXECUTE,)
+    assert worker_record.phases == ()
+    obs.worker_step(worker_record)
+    assert worker_record.phases[::3] == (Phase.FORWARD,)
+
+
+def test_recorder_agrees_with_the_live_instrument() -> None:
+    records = []
+    for make in (Recorder, lambda clock: LiveInstrument(ThreadName.CORE_LOOP, clock=clock)):
+        obs = make(FakeClock(tick_ns=7))
+        record = a_step()
+        through_one_step(obs, record)
+        records.append(record)
+    assert records[0] == records[1]
+
+
+def test_recorder_keeps_errors_and_refuses_re_entry() -> None:
+    obs = Recorder(FakeClock())
+    with pytest.raises(ZeroDivisionError), obs.forward:
+        _ = 1 // 0
+    assert isinstance(obs.spans[0].error, ZeroDivisionError)
+    with pytest.raises(AssertionError, match="entered while it is open"), obs.forward, obs.forward:
+        pass
+
+
+def test_records_cross_the_wire_unchanged() -> None:
+    obs = Recorder(FakeClock(tick_ns=3))
+    record = StepRecord(step=7, begin_ns=2**60, end_ns=2**60 + 5, scheduled=(3, 1, 9, 120))
+    through_one_step(obs, record)
+    data = msgspec.msgpack.encode(record)
+    assert msgspec.msgpack.decode(data, type=StepRecord) == record
+
+
+def test_loose_phases_reach_the_ring_and_add_up() -> None:
+    sink = MemorySink()
+    clock = FakeClock(tick_ns=5)
+    obs = LiveInstrument(ThreadName.CALLER, drain=Drain([sink], interval_s=3600), clock=clock)
+    for _ in range(3):
+        with obs.send:
+            clock.advance(100)
+    with obs.receive:
+        pass
+    assert obs.phase_totals_ns() == {"send": 3 * 105, "receive": 5}
+    obs.close()
+    [(_, spans)] = sink.records
+    assert isinstance(spans, Spans)
+    assert spans.phases[::3] == (Phase.SEND,) * 3 + (Phase.RECEIVE,)
+
+
+def test_io_threads_ride_with_the_step() -> None:
+    clock = FakeClock(tick_ns=5)
+    obs = LiveInstrument(ThreadName.CORE_LOOP, clock=clock)
+    io = obs.for_thread(ThreadName.INPUT_IO)
+    with io.decode:
+        clock.advance(95)
+    record = a_step()
+    obs.step(record)
+    assert record.io_phase_totals_ns == (Phase.DECODE, 100)
+
+
+def test_a_loop_that_never_steps_does_not_grow() -> None:
+    sink = MemorySink()
+    obs = a_live_instrument(sink)
+    for _ in range(1000):
+        with obs.intake:
+            pass
+    record = a_step()
+    obs.step(record)
+    obs.close()
+    assert len(record.phases) <= 3 * 70
+    num_spans = sum(len(entry.phases) for _, entry in sink.records if isinstance(entry, Spans))
+    assert num_spans + len(record.phases) == 3 * 1000
+
+
+def test_phases_after_the_last_step_are_kept_at_close() -> None:
+    sink = MemorySink()
+    obs = a_live_instrument(sink)
+    through_one_step(obs, a_step())
+    obs.close()
+    assert [type(record) for _, record in sink.records] == [StepRecord, Spans]
+    assert sink.is_closed
+
+
+# Rings, threads and drops.
+
+
+def test_full_ring_drops_the_new_and_counts() -> None:
+    ring = Ring(4, name="x", native_id=1)
+    for number in range(10):
+        ring.append(number)
+    assert ring.take() == [0, 1, 2, 3] and ring.num_dropped == 6
+    ring.append(10)
+    assert ring.take() == [10] and ring.num_dropped == 6
+
+
+def test_ring_loses_nothing_between_two_threads() -> None:
+    ring = Ring(64, name="x", native_id=1)
+    num_entries = 50_000
+    taken: list[int] = []
+    is_done = threading.Event()
+
+    def drain() -> None:
+        while not is_done.is_set() or len(ring):
+            taken.extend(ring.take())
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    for number in range(num_entries):
+        ring.append(number)
+    is_done.set()
+    thread.join()
+    assert len(taken) + ring.num_dropped == num_entries
+    assert taken == sorted(taken) and len(set(taken)) == len(taken)
+
+
+def test_threads_keep_their_own_order_and_track() -> None:
+    sink = MemorySink()
+    obs = LiveInstrument(ThreadName.CORE_LOOP, drain=Drain([sink], interval_s=0.001))
+    num_events = 2000
+
+    def write(name: str) -> None:
+        own = obs.for_thread(name)
+        for number in range(num_events):
+            own.event(Event.RESUME, name, value=number)
+            if number % 100 == 0:
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=write, args=(f"thread {n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    obs.close()
+    assert obs.num_drops() == 0
+    for number, name in sink.threads.items():
+        values = [
+            record.value
+            for thread, record in sink.records
+            if thread == number and isinstance(record, EventRecord)
+        ]
+        assert values == (list(range(num_events)) if name.startswith("thread") else [])
+    assert len(sink.threads) == 5
+
+
+def test_drops_are_told_to_sinks_and_to_step_records() -> None:
+    sink = MemorySink()
+    obs = a_live_instrument(sink, capacity=3)
+    for _ in range(5):
+        obs.event(Event.ABORT)
+    record = a_step()
+    obs.step(record)
+    assert record.num_telemetry_drops == 2
+    assert obs.num_drops() == 3
+    obs.close()
+    assert [record for _, record in sink.records if isinstance(record, Drops)] == [Drops(3)]
+
+
+# Failing sinks.
+
+
+@pytest.mark.parametrize("method", ["write", "flush", "thread", "close"])
+def test_failing_sink_is_logged_once_detached_and_counted(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = MemorySink(), MemorySink()
+    bad.failing.add(method)
+    obs = LiveInstrument(ThreadName.CORE_LOOP, drain=Drain([bad, good], interval_s=3600))
+    with caplog.at_level(logging.ERROR, logger="isinglass.telemetry"):
+        for step in range(4):
+            obs.step(a_step(step))
+            assert obs.flush()
+        obs.close()
+    assert len(caplog.records) == 1 and method in caplog.text
+    assert [record.step for _, record in good.records if isinstance(record, StepRecord)] == [
+        *range(4)
+    ]
+    lost = {"write": 4, "flush": 3, "thread": 4, "close": 0}[method]
+    assert obs.num_drops() == lost == 4 - len(bad.records)
+    assert good.is_closed
+
+
+def test_stuck_sink_neither_blocks_the_step_nor_the_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("instrumentation.live._CLOSE_TIMEOUT_S", 0.05)
+    release = threading.Event()
+
+    class StuckSink(MemorySink):
+        def write(self, thread: int, records: Iterable[Record]) -> None:
+            release.wait(30)
+
+    obs = LiveInstrument(
+        ThreadName.CORE_LOOP, drain=Drain([StuckSink()], interval_s=0.001), capacity=16
+    )
+    try:
+        begin_ns = time.monotonic_ns()
+        obs.step(a_step())
+        time.sleep(0.05)
+        for step in range(100):
+            obs.step(a_step(step))
+        assert not obs.flush(timeout_s=0.01)
+        obs.close()
+        assert time.monotonic_ns() - begin_ns < 5e9
+        assert obs.num_drops() == 100 - 16
+        assert "stuck" in caplog.text
+    finally:
+        release.set()
+
+
+# Setting up.
+
+
+def test_setup_chooses_by_config(tmp_path: Path) -> None:
+    assert setup(ObservabilityConfig(phase_times=False), role=Role.CORE) is NULL
+    assert setup(ObservabilityConfig(), role=Role.CORE).enabled
+    with pytest.raises(ValueError, match="must be one of"):
+        setup(ObservabilityConfig(), role="frontend")
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.raises(ValueError, match="name a folder that can be written to"):
+        setup(ObservabilityConfig(trace_dir=str(blocked)), role=Role.CORE)
+
+
+def test_setup_writes_a_journal_while_running(tmp_path: Path) -> None:
+    obs = setup(ObservabilityConfig(trace_dir=str(tmp_path / "run")), role=Role.CORE)
+    through_one_step(obs, a_step(1))
+    obs.request_arrived(5, "abc", arrival_ns=3, num_prompt_tokens=4)
+    obs.request(RequestTimeline(request_id="abc"))
+    obs.startup(StartupPhase.IMPORT, 1, 2)
+    # The drain thread brings it out without being asked.
+    [path] = (tmp_path / "run").glob("core.*.journal")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and len(read_journal(path).frames) < 7:
+        time.sleep(0.02)
+    kinds = [type(record).__name__ for _, record in read_journal(path).frames]
+    assert kinds == [
+        *("ProcessHeader", "ClockAnchor", "ThreadStarted"),
+        *("StepRecord", "RequestArrived", "RequestTimeline", "StartupRecord"),
+    ]
+    obs.close()
+    obs.close()
+    through_one_step(obs, a_step(2))
+
+
+def test_two_engines_in_one_process_write_two_journals(tmp_path: Path) -> None:
+    config = ObservabilityConfig(trace_dir=str(tmp_path))
+    for _ in range(2):
+        setup(config, role=Role.CALLER).close()
+    assert len(list(tmp_path.glob("caller.*.journal"))) == 2
+
+
+# Price, as ratios within one run.
+
+
+def test_price_of_a_step_off_and_on(tmp_path: Path) -> None:
+    """Seven spans and a record, off and on, against sixteen bare Python calls.
+
+    A yardstick in the same run makes a slow machine harmless; the minimum over many short runs
+    leaves the noise of other processes out.
+    """
+    record = a_step()
+
+    def bare() -> None:
+        def call() -> None:
+            return None
+
+        for _ in range(2):
+            call(), call(), call(), call(), call(), call(), call(), call()
+
+    def price(obs: Instrument) -> float:
+        def step() -> None:
+            with obs.intake:
+                pass
+            with obs.schedule:
+                pass
+            with obs.execute:
+                pass
+            with obs.wait:
+                pass
+            with obs.update:
+                pass
+            with obs.publish:
+                pass
+            with obs.forward:
+                pass
+            obs.step(record)
+
+        return min(timeit.repeat(step, number=200, repeat=60))
+
+    yardstick = min(timeit.repeat(bare, number=200, repeat=60))
+    live = setup(ObservabilityConfig(trace_dir=str(tmp_path)), role=Role.CORE)
+    try:
+        off, on = price(NULL), price(live)
+    finally:
+        live.close()
+    assert off < 3 * yardstick
+    assert on < 8 * off

@@ -1,0 +1,217 @@
+"""The journal: what is written is read, up to wherever the file was cut off."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from instrumentation import (
+    AdmissionStop,
+    Event,
+    GraphMode,
+    ObservabilityConfig,
+    Preemption,
+    RequestArrived,
+    RequestTimeline,
+    Role,
+    StartupPhase,
+    StepRecord,
+    WorkerStepRecord,
+)
+from instrumentation.journal import MAGIC, JournalWriter, read_journal
+from instrumentation.records import (
+    ClockAnchor,
+    Drops,
+    EventRecord,
+    ProcessHeader,
+    Record,
+    Spans,
+    StartupRecord,
+    ThreadStarted,
+)
+from instrumentation.setup import setup
+
+
+def some_records(seed: int) -> list[tuple[int, Record]]:
+    """One record of each kind, with random numbers, on random threads."""
+    chance = random.Random(seed)
+
+    def number() -> int:
+        return chance.randrange(2 ** chance.randint(1, 62))
+
+    def numbers(count: int) -> tuple[int, ...]:
+        return tuple(number() for _ in range(count))
+
+    records: list[Record] = [
+        ProcessHeader(
+            role="core",
+            rank=number(),
+            pid=number(),
+            host="h\N{LATIN SMALL LETTER O WITH DIAERESIS}st",
+            version="1",
+            python_version="3",
+            argv=("a", ""),
+            started_ns=number(),
+        ),
+        ClockAnchor(*numbers(3)),
+        ThreadStarted("core loop", number()),
+        StepRecord(
+            step=number(),
+            begin_ns=number(),
+            end_ns=number(),
+            admission_stop=chance.choice(list(AdmissionStop)),
+            preempted=(Preemption(*numbers(3)), Preemption(*numbers(3))),
+            scheduled=numbers(8),
+            phases=numbers(9),
+        ),
+        WorkerStepRecord(
+            step=number(), begin_ns=number(), end_ns=number(), graph_mode=GraphMode.FULL
+        ),
+        RequestArrived(number(), "request \N{SNOWMAN}", number(), number()),
+        RequestTimeline(
+            request_id="x", preemptions=[(number(), number()), (number(), 0)], stop_reason=number()
+        ),
+        RequestTimeline(request_id="y", stop_reason="</s>", error="it broke"),
+        EventRecord(Event.ENGINE_DEAD, number(), detail="last words"),
+        StartupRecord(StartupPhase.WARMUP, number(), number()),
+        Spans(numbers(6)),
+        Drops(number()),
+    ]
+    chance.shuffle(records)
+    return [(chance.randrange(2**16), record) for record in records]
+
+
+def write_all(path: Path, records: list[tuple[int, Record]]) -> None:
+    writer = JournalWriter(path)
+    for thread, record in records:
+        writer.write(record, thread=thread)
+    writer.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_round_trip(tmp_path: Path, seed: int) -> None:
+    records = some_records(seed)
+    write_all(tmp_path / "a.journal", records)
+    journal = read_journal(tmp_path / "a.journal")
+    assert journal.frames == records and not journal.is_truncated
+
+
+def test_every_cut_leaves_the_whole_frames_before_it(tmp_path: Path) -> None:
+    records = some_records(17)
+    path = tmp_path / "a.journal"
+    ends = [len(MAGIC)]
+    for count in range(1, len(records) + 1):
+        write_all(tmp_path / f"{count}.journal", records[:count])
+        ends.append((tmp_path / f"{count}.journal").stat().st_size)
+    data = (tmp_path / f"{len(records)}.journal").read_bytes()
+    for size in range(len(data) + 1):
+        path.write_bytes(data[:size])
+        journal = read_journal(path)
+        num_whole = sum(end <= size for end in ends[1:])
+        assert journal.frames == records[:num_whole], size
+        assert journal.is_truncated == (size not in ends), size
+
+
+def test_garbage_at_the_end_does_not_matter(tmp_path: Path) -> None:
+    records = some_records(3)
+    path = tmp_path / "a.journal"
+    write_all(path, records)
+    whole = path.read_bytes()
+    for seed in range(50):
+        path.write_bytes(whole + random.Random(seed).randbytes(40))
+        journal = read_journal(path)
+        assert journal.frames[: len(records)] == records and journal.is_truncated
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.journal"
+    path.write_bytes(b"something else altogether")
+    with pytest.raises(ValueError, match="not a journal that this version reads"):
+        read_journal(path)
+
+
+def test_a_journal_is_never_overwritten(tmp_path: Path) -> None:
+    write_all(tmp_path / "a.journal", some_records(1))
+    with pytest.raises(FileExistsError):
+        JournalWriter(tmp_path / "a.journal")
+
+
+def test_writes_reach_the_file_within_the_interval(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "a.journal")
+    writer.write(Drops(1))
+    time.sleep(0.25)
+    writer.write(Drops(2))
+    assert [record for _, record in read_journal(writer.path).frames] == [Drops(1), Drops(2)]
+    writer.write(Drops(3))
+    writer.flush()
+    assert len(read_journal(writer.path).frames) == 3
+    writer.close()
+    writer.close()
+
+
+def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_write = os.write
+    monkeypatch.setattr(
+        "instrumentation.journal.os.write", lambda fd, data: real_write(fd, data[:7])
+    )
+    records = some_records(5)
+    write_all(tmp_path / "a.journal", records)
+    assert read_journal(tmp_path / "a.journal").frames == records
+
+
+def test_full_disk_ends_the_journal_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    obs = setup(ObservabilityConfig(trace_dir=str(tmp_path)), role=Role.CORE)
+    obs.step(StepRecord(step=1, begin_ns=1, end_ns=2))
+    assert obs.flush()
+
+    def write(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("instrumentation.journal.os.write", write)
+    for step in range(2, 6):
+        obs.step(StepRecord(step=step, begin_ns=1, end_ns=2))
+        assert obs.flush()
+    obs.close()
+    assert obs.num_drops() == 3
+    assert len([one for one in caplog.records if one.name == "isinglass.telemetry"]) == 1
+    [path] = tmp_path.iterdir()
+    steps = [record for _, record in read_journal(path).frames if isinstance(record, StepRecord)]
+    assert [step.step for step in steps] == [1]
+
+
+def test_a_killed_process_leaves_a_readable_journal(tmp_path: Path) -> None:
+    """SIGKILL with no warning: everything older than the drain interval is in the file."""
+    code = (
+        "import sys, time; from instrumentation import *; "
+        "from instrumentation.setup import setup; "
+        "obs = setup(ObservabilityConfig(trace_dir=sys.argv[1]), role=Role.CORE); "
+        "[obs.step(StepRecord(step=n, begin_ns=1, end_ns=2)) for n in range(500)]; "
+        "time.sleep(0.5); print('ready', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+    [path] = tmp_path.glob("core.*.journal")
+    frames = read_journal(path).frames
+    assert [r.step for _, r in frames if isinstance(r, StepRecord)] == list(range(500))
+
+
+def test_journals_of_older_versions_stay_readable() -> None:
+    """A record that lacks the newest fields takes their defaults: fields are only ever appended."""
+    full = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(StepRecord(step=3, begin_ns=1, end_ns=2, num_running=9))
+    )
+    shorter = msgspec.msgpack.encode(full[:12])
+    record = msgspec.msgpack.decode(shorter, type=Record)
+    assert isinstance(record, StepRecord) and record.step == 3 and record.scheduled == ()

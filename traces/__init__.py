@@ -1,0 +1,1 @@
+"""Reading recorded runs: journals to Perfetto files and summaries."""

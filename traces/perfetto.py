@@ -1,0 +1,281 @@
+"""A run as one Perfetto file: processes, threads, steps, phases, requests and counters.
+
+Knows what is drawn where. Does not know protobuf details (`perfetto_writer`) nor the rule of tracks
+(`lanes`).
+
+A process's threads have their phases on their own tracks. The core loop's step slices hold its
+phases, unless steps overlap, as under async scheduling: then steps have tracks of their own.
+"""
+
+import os
+from collections import defaultdict
+from enum import IntEnum
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+
+from instrumentation.labels import format_step_label
+from instrumentation.names import Role
+from instrumentation.records import (
+    EventRecord,
+    RequestTimeline,
+    StartupRecord,
+    StepRecord,
+    WorkerStepRecord,
+)
+from instrumentation.sinks import read_clock_anchor
+from traces.journal_reader import ProcessRecords, Run, ThreadRecords, read_run
+from traces.lanes import Lane, Slice, grow_over, nest, side_by_side
+from traces.perfetto_writer import Annotations, SequenceWriter, stable_id
+from traces.request_slices import request_annotations, request_slices
+from traces.requests import request_timelines, scheduled_pairs
+
+FILE_NAME = "trace.pftrace"
+_PROCESS_NAMES = {Role.CALLER: "Caller", Role.CORE: "EngineCore", Role.WORKER: "Worker"}
+_NOT_SHOWN = frozenset({"phases", "io_phase_totals_ns", "time_ns"})
+
+
+def write_perfetto(
+    run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
+) -> Path:
+    """Convert a run's journals to one Perfetto file, RUN_DIR/trace.pftrace unless told otherwise.
+
+    Raises:
+        ValueError: the folder holds no readable journal.
+    """
+    run = read_run(run_dir)
+    path = Path(out) if out is not None else run.folder / FILE_NAME
+    flows = _Flows(run)
+    owner = _owner_of_requests(run)
+    # A reader never finds half a file under the final name.
+    unfinished = path.with_name(path.name + ".part")
+    with unfinished.open("wb") as stream:
+        is_first = True
+        for _, group in groupby(sorted(run.processes, key=_process_key), key=_process_key):
+            processes = list(group)
+            drawing = _ProcessDrawing(SequenceWriter(stream, _writer_key(processes)), processes)
+            if is_first:
+                anchors = [anchor for process in run.processes for anchor in process.anchors]
+                drawing.writer.clock_snapshot(anchors[0] if anchors else read_clock_anchor())
+                is_first = False
+            drawing.draw(flows, requests=flows.timelines if owner in processes else [])
+            drawing.writer.flush()
+    unfinished.replace(path)
+    return path
+
+
+def _process_key(process: ProcessRecords) -> tuple[str, int]:
+    return process.header.host, process.header.pid
+
+
+def _writer_key(processes: list[ProcessRecords]) -> str:
+    header = processes[0].header
+    return f"{header.host} {header.pid} {header.role} {header.rank} {header.started_ns}"
+
+
+def _owner_of_requests(run: Run) -> ProcessRecords:
+    """The process under which requests are drawn: the caller, else the core."""
+    order = [Role.CALLER, Role.CORE, Role.WORKER]
+    return min(run.processes, key=lambda process: order.index(Role(process.header.role)))
+
+
+class _Flows:
+    """Which arrows leave and reach which slice.
+
+    One flow a request, from its track through the steps that served it; one a step, from the core
+    to the workers.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.timelines = request_timelines(run)
+        self._run_key = _writer_key(run.processes)
+        nums = {timeline.request_num for timeline in self.timelines}
+        self._last_step: dict[int, int] = {}
+        for step in run.steps:
+            for request_num, _ in scheduled_pairs(step):
+                if request_num in nums:
+                    self._last_step[request_num] = step.step
+        core_steps = {step.step for step in run.steps}
+        self._last_worker_begin: dict[int, int] = {}
+        for worker_step in run.worker_steps:
+            if worker_step.step in core_steps:
+                self._last_worker_begin[worker_step.step] = worker_step.begin_ns
+
+    def _request_flow(self, request_num: int) -> int:
+        return stable_id(self._run_key, "request", request_num)
+
+    def _step_flow(self, step: int) -> int:
+        return stable_id(self._run_key, "step", step)
+
+    def of_request(self, timeline: RequestTimeline) -> list[int]:
+        """Flows that leave a request's first slice."""
+        known = timeline.request_num in self._last_step
+        return [self._request_flow(timeline.request_num)] if known else []
+
+    def add_to_step(self, piece: Slice, step: StepRecord) -> None:
+        """Let a step's slice take part in its requests' flows and begin its own."""
+        for request_num, _ in scheduled_pairs(step):
+            last = self._last_step.get(request_num)
+            if last is not None:
+                is_last = last == step.step
+                ids = piece.terminating_flow_ids if is_last else piece.flow_ids
+                ids.append(self._request_flow(request_num))
+        if step.step in self._last_worker_begin:
+            piece.flow_ids.append(self._step_flow(step.step))
+
+    def add_to_worker_step(self, piece: Slice, step: WorkerStepRecord) -> None:
+        """Let a worker's slice end the arrow from its step."""
+        last = self._last_worker_begin.get(step.step)
+        if last is not None:
+            is_last = last == step.begin_ns
+            ids = piece.terminating_flow_ids if is_last else piece.flow_ids
+            ids.append(self._step_flow(step.step))
+
+
+class _ProcessDrawing:
+    """Draws one operating-system process, which may hold several of the engine's."""
+
+    def __init__(self, writer: SequenceWriter, processes: list[ProcessRecords]) -> None:
+        self.writer = writer
+        self._processes = processes
+        self._pid = processes[0].header.pid
+        self._tids: set[int] = set()
+
+    def draw(self, flows: _Flows, *, requests: list[RequestTimeline]) -> None:
+        """Draw everything of the process, and requests where it owns them."""
+        # The snapshot must come first, so nothing is written before this call.
+        name = " + ".join(_process_name(process) for process in self._processes)
+        self._track = self.writer.process_track(self._pid, name, self._processes[0].header.argv)
+        for process in self._processes:
+            self._draw_startup(process)
+            for thread in process.threads:
+                self._draw_thread(thread, flows)
+            self._draw_counters(process)
+        for timeline in requests:
+            self._draw_request(timeline, flows)
+
+    def _draw_startup(self, process: ProcessRecords) -> None:
+        pieces = [
+            Slice(startup.phase.label, startup.begin_ns, startup.end_ns)
+            for startup in process.of_type(StartupRecord)
+        ]
+        self._draw_lanes("start-up", nest(pieces))
+
+    def _draw_thread(self, thread: ThreadRecords, flows: _Flows) -> None:
+        steps = [_step_slice(step) for step in thread.of_type(StepRecord)]
+        for piece, step in zip(steps, thread.of_type(StepRecord), strict=True):
+            flows.add_to_step(piece, step)
+        worker_steps = [_step_slice(step) for step in thread.of_type(WorkerStepRecord)]
+        for piece, worker_step in zip(worker_steps, thread.of_type(WorkerStepRecord), strict=True):
+            flows.add_to_worker_step(piece, worker_step)
+        phases = [
+            Slice(span.phase.label, span.begin_ns, span.end_ns) for span in thread.phase_spans()
+        ]
+        lanes, step_lanes = _lay_out(steps + worker_steps, phases)
+        track = self._thread_track(thread)
+        for piece_lane in lanes[:1]:
+            self.writer.slices(track, piece_lane)
+        self._draw_lanes(thread.name, lanes[1:], first_number=2)
+        self._draw_lanes("steps", step_lanes)
+        for event in thread.of_type(EventRecord):
+            self.writer.instant(track, event.time_ns, event.kind.label, _annotations(event))
+
+    def _thread_track(self, thread: ThreadRecords) -> int:
+        """A thread's track; where two share an operating-system thread, the second is no thread."""
+        if thread.native_id in self._tids:
+            return self.writer.named_track(self._track, thread.name)
+        self._tids.add(thread.native_id)
+        return self.writer.thread_track(
+            self._track, pid=self._pid, tid=thread.native_id, name=thread.name
+        )
+
+    def _draw_lanes(self, name: str, lanes: list[Lane], *, first_number: int = 1) -> None:
+        for number, lane in enumerate(lanes, first_number):
+            lane_name = name if number == 1 else f"{name} ({number})"
+            self.writer.slices(self.writer.named_track(self._track, lane_name), lane)
+
+    def _draw_counters(self, process: ProcessRecords) -> None:
+        steps = sorted(process.of_type(StepRecord), key=lambda step: step.begin_ns)
+        if not steps:
+            return
+        tracks: dict[str, int] = defaultdict(int)
+        for step in steps:
+            for name, value in _counter_values(step).items():
+                if name not in tracks:
+                    tracks[name] = self.writer.counter_track(self._track, name)
+                self.writer.counter(tracks[name], step.begin_ns, value)
+        last = max(steps, key=lambda step: step.end_ns)
+        self.writer.counter(
+            tracks["running requests"], last.end_ns, max(0, last.num_running - len(last.finished))
+        )
+        self.writer.counter(tracks["scheduled tokens"], last.end_ns, 0)
+
+    def _draw_request(self, timeline: RequestTimeline, flows: _Flows) -> None:
+        pieces = request_slices(timeline)
+        pieces[0].flow_ids.extend(flows.of_request(timeline))
+        track = self.writer.named_track(self._track, f"request {timeline.request_id}")
+        outer = Slice(
+            f"request {timeline.request_id}",
+            timeline.arrival_ns,
+            max(timeline.end_ns, timeline.delivered_ns),
+            request_annotations(timeline),
+        )
+        lanes = nest([outer, *pieces])
+        self.writer.slices(track, lanes[0])
+        self._draw_lanes(f"request {timeline.request_id}", lanes[1:], first_number=2)
+
+
+def _process_name(process: ProcessRecords) -> str:
+    name = _PROCESS_NAMES.get(Role(process.header.role), process.header.role)
+    return f"{name} {process.header.rank}" if process.header.role == Role.WORKER else name
+
+
+def _lay_out(steps: list[Slice], phases: list[Slice]) -> tuple[list[Lane], list[Lane]]:
+    """Lay steps and phases out: (the thread's lanes, lanes of steps only).
+
+    Steps hold their phases on the thread's own track if nothing there overlaps in part and no step
+    another; otherwise they get lanes of their own.
+    """
+    if len(nest(phases)) == 1:
+        grow_over(steps, nest(phases)[0])
+    step_lanes = side_by_side(steps)
+    together = nest(steps + phases)
+    if len(step_lanes) <= 1 and len(together) <= 1:
+        return together, []
+    return nest(phases), step_lanes
+
+
+def _step_slice(step: StepRecord | WorkerStepRecord) -> Slice:
+    return Slice(format_step_label(step.label), step.begin_ns, step.end_ns, _annotations(step))
+
+
+def _annotations(record: msgspec.Struct) -> Annotations:
+    """A record's fields as annotations; phases are slices, not annotations."""
+    return {
+        name: _annotation(getattr(record, name))
+        for name in record.__struct_fields__
+        if name not in _NOT_SHOWN
+    }
+
+
+def _annotation(value: object) -> int | str:
+    if isinstance(value, IntEnum):
+        return str(getattr(value, "label", value.name.lower()))
+    if isinstance(value, int):
+        return value
+    if isinstance(value, tuple | list):
+        return ", ".join(str(_annotation(entry)) for entry in value)
+    return str(value)
+
+
+def _counter_values(step: StepRecord) -> dict[str, int]:
+    return {
+        "running requests": step.num_running,
+        "waiting requests": step.num_waiting,
+        "KV blocks used": step.num_blocks_used,
+        "KV blocks cached free": step.num_blocks_cached_free,
+        "KV blocks free": step.num_blocks_free,
+        "scheduled tokens": step.num_scheduled_tokens,
+        "prefix hit tokens": step.prefix_hit_tokens + step.preempted_prefix_hit_tokens,
+    }
