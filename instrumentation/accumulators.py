@@ -48,9 +48,9 @@ class CounterFamily:
 
     def snapshot(self, labels: dict[str, str]) -> list[Counter]:
         """Read all series, in base units, under these further labels."""
-        scale = self.info.unit.scale
+        to_base = self.info.unit.to_base
         return [
-            Counter(self.info.name, _labels(self.info, labels, key), value * scale)
+            Counter(self.info.name, _labels(self.info, labels, key), to_base(value))
             for key, value in list(self.values.items())
         ]
 
@@ -70,9 +70,9 @@ class GaugeFamily:
 
     def snapshot(self, labels: dict[str, str]) -> list[Gauge]:
         """Read all series, in base units, under these further labels."""
-        scale = self.info.unit.scale
+        to_base = self.info.unit.to_base
         return [
-            Gauge(self.info.name, _labels(self.info, labels, key), value * scale)
+            Gauge(self.info.name, _labels(self.info, labels, key), to_base(value))
             for key, value in list(self.values.items())
         ]
 
@@ -94,7 +94,7 @@ class HistogramFamily:
 
     def __init__(self, info: MetricInfo) -> None:
         self.info = info
-        self.bounds = [round(bound / info.unit.scale) for bound in info.buckets]
+        self.bounds = [info.unit.from_base(bound) for bound in info.buckets]
         self.distributions = {key: self._empty() for key in _initial_keys(info)}
         self.num_negative = 0
 
@@ -121,7 +121,7 @@ class HistogramFamily:
 
     def snapshot(self, labels: dict[str, str]) -> list[Histogram]:
         """Read all series, in base units, under these further labels."""
-        scale = self.info.unit.scale
+        to_base = self.info.unit.to_base
         bound_texts = [repr(bound) for bound in self.info.buckets] + ["+Inf"]
         series = []
         for key, distribution in list(self.distributions.items()):
@@ -131,7 +131,7 @@ class HistogramFamily:
                     self.info.name,
                     _labels(self.info, labels, key),
                     count=cumulative[-1],
-                    sum=distribution.total * scale,
+                    sum=to_base(distribution.total),
                     buckets=dict(zip(bound_texts, cumulative, strict=True)),
                 )
             )

@@ -48,6 +48,9 @@ class ConsoleStatus:
 
     def observe(self, record: StepRecord, *, num_generation_tokens: int) -> None:
         """Take one step in, with the output tokens that it delivered."""
+        if not self._num_steps and self._clock() - self._last_line_ns >= self._interval_ns:
+            # Nobody ticked while the engine was idle: that time is no part of the rates.
+            self._last_line_ns = max(self._last_line_ns, record.begin_ns)
         self._last_step = record
         self._num_steps += 1
         self._num_prompt_tokens += record.num_context_tokens

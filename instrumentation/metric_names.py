@@ -49,10 +49,13 @@ class Unit(StrEnum):
     STEPS = "steps"
     ENTRIES = "entries"
 
-    @property
-    def scale(self) -> float | int:
-        """Factor from the number that is kept to the base unit."""
-        return 1e-9 if self is Unit.SECONDS else 1
+    def to_base(self, number: int) -> int | float:
+        """Convert a number as it is kept to the base unit."""
+        return number / 10**9 if self is Unit.SECONDS else number
+
+    def from_base(self, amount: float) -> int:
+        """Convert an amount in the base unit to the number that is kept, to the nearest."""
+        return round(amount * 10**9) if self is Unit.SECONDS else round(amount)
 
 
 @dataclass(frozen=True, slots=True)

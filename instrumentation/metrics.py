@@ -144,15 +144,14 @@ class Metrics:
 
     def _take_levels(self, record: StepRecord) -> None:
         """Set the gauges, which only a reader wants, from the last step."""
-        self._gauge(names.REQUESTS_RUNNING).set(record.num_running)
+        self._gauge(names.REQUESTS_RUNNING).set(record.num_running_at_end)
         self._gauge(names.REQUESTS_WAITING).set(record.num_waiting)
         waiting = self._gauge(names.REQUESTS_WAITING_BY_REASON)
         for label, num_waiting in zip(_WAITING_LABELS, record.waiting_by_reason, strict=False):
             waiting.set(num_waiting, label)
         blocks = self._gauge(names.KV_BLOCKS)
-        blocks.set(record.num_blocks_used, "used")
-        blocks.set(record.num_blocks_cached_free, "cached_free")
-        blocks.set(record.num_blocks_free, "free")
+        for state, num_blocks in zip(names.BLOCK_STATES, record.blocks_at_end, strict=True):
+            blocks.set(num_blocks, state)
         self._counter(names.TELEMETRY_DROPS).raise_to(record.num_telemetry_drops, Role.CORE.value)
 
     def _take_totals(self) -> None:

@@ -28,9 +28,10 @@ class Preemption(NamedTuple):
 class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True):
     """What the scheduler decided in one step and what became of it.
 
-    The scheduler fills it; `Instrument.step` sets the last three fields. The same object goes into
-    the journal and, inside the outputs message, to the frontend, so call `Instrument.step` before
-    handing it to the output thread and leave it alone afterwards.
+    The scheduler fills it; `Instrument.step` sets `phases`, `num_telemetry_drops` and
+    `io_phase_totals_ns`. The same object goes into the journal and, inside the outputs message, to
+    the frontend, so call `Instrument.step` before handing it to the output thread and leave it
+    alone afterwards.
     """
 
     step: int
@@ -80,6 +81,10 @@ class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True)
     """Entries lost since start-up: by this thread's ring, and by sinks that failed."""
     io_phase_totals_ns: tuple[int, ...] = ()
     """Flat pairs: phase, time since start-up, ... of the core's input and output threads."""
+    num_blocks_used_at_end: int = -1
+    """The pool after updating, once finished requests have given their blocks back; the numbers
+    without `_at_end` are those after scheduling. -1 where it is not known."""
+    num_blocks_cached_free_at_end: int = -1
 
     @property
     def label(self) -> StepLabel:
@@ -100,6 +105,20 @@ class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True)
     def num_scheduled_requests(self) -> int:
         """Requests that the step served."""
         return self.num_context_requests + self.num_generation_requests
+
+    @property
+    def num_running_at_end(self) -> int:
+        """Requests in the running list once those that the step finished have left it."""
+        return max(0, self.num_running - len(self.finished))
+
+    @property
+    def blocks_at_end(self) -> tuple[int, int, int]:
+        """The pool's used, cached free and free blocks after updating, as far as is known."""
+        used, cached_free = self.num_blocks_used, self.num_blocks_cached_free
+        num_blocks = used + cached_free + self.num_blocks_free
+        if self.num_blocks_used_at_end >= 0 and self.num_blocks_cached_free_at_end >= 0:
+            used, cached_free = self.num_blocks_used_at_end, self.num_blocks_cached_free_at_end
+        return used, cached_free, num_blocks - used - cached_free
 
     @property
     def num_preempted(self) -> int:
@@ -166,7 +185,7 @@ class RequestTimeline(msgspec.Struct, array_like=True, tag=4, gc=False, kw_only=
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
-    """Token stamps are the core's time at the end of the step that made the token."""
+    """Token stamps are the core's time, taken once a step, when it applies the step's output."""
     delivered_ns: int = 0
     """The frontend handed the last output over, or gave the request up."""
     preemptions: list[tuple[int, int]] = []

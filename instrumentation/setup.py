@@ -3,6 +3,8 @@
 Knows the options and every sink. Engine code does not come here, only the entry points do.
 """
 
+import atexit
+
 from instrumentation.api import NULL, Instrument
 from instrumentation.config import ObservabilityConfig
 from instrumentation.drain import Drain
@@ -31,7 +33,10 @@ def setup(config: ObservabilityConfig, *, role: str, rank: int = 0) -> Instrumen
                 f"cannot write traces to trace_dir {config.trace_dir!r} ({error}); "
                 "name a folder that can be written to, or None for no trace"
             ) from error
-        return LiveInstrument(thread_name, drain=Drain([sink]))
+        instrument = LiveInstrument(thread_name, drain=Drain([sink]))
+        # A script that ends without closing its engine still gets its last records.
+        atexit.register(instrument.close)
+        return instrument
     if config.phase_times:
         return LiveInstrument(thread_name)
     return NULL

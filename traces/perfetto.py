@@ -90,6 +90,7 @@ class _Flows:
     def __init__(self, run: Run) -> None:
         self.timelines = request_timelines(run)
         self._run_key = _writer_key(run.processes)
+        self._request_flows: dict[int, int] = {}
         nums = {timeline.request_num for timeline in self.timelines}
         self._last_step: dict[int, int] = {}
         for step in run.steps:
@@ -103,7 +104,11 @@ class _Flows:
                 self._last_worker_begin[worker_step.step] = worker_step.begin_ns
 
     def _request_flow(self, request_num: int) -> int:
-        return stable_id(self._run_key, "request", request_num)
+        flow = self._request_flows.get(request_num)
+        if flow is None:
+            flow = stable_id(self._run_key, "request", request_num)
+            self._request_flows[request_num] = flow
+        return flow
 
     def _step_flow(self, step: int) -> int:
         return stable_id(self._run_key, "step", step)
@@ -206,10 +211,8 @@ class _ProcessDrawing:
                     tracks[name] = self.writer.counter_track(self._track, name)
                 self.writer.counter(tracks[name], step.begin_ns, value)
         last = max(steps, key=lambda step: step.end_ns)
-        self.writer.counter(
-            tracks["running requests"], last.end_ns, max(0, last.num_running - len(last.finished))
-        )
-        self.writer.counter(tracks["scheduled tokens"], last.end_ns, 0)
+        for name, value in _counter_values_at_end(last).items():
+            self.writer.counter(tracks[name], last.end_ns, value)
 
     def _draw_request(self, timeline: RequestTimeline, flows: _Flows) -> None:
         pieces = request_slices(timeline)
@@ -278,4 +281,16 @@ def _counter_values(step: StepRecord) -> dict[str, int]:
         "KV blocks free": step.num_blocks_free,
         "scheduled tokens": step.num_scheduled_tokens,
         "prefix hit tokens": step.prefix_hit_tokens + step.preempted_prefix_hit_tokens,
+    }
+
+
+def _counter_values_at_end(last: StepRecord) -> dict[str, int]:
+    """What the counters fall to when the last step is over."""
+    used, cached_free, free = last.blocks_at_end
+    return {
+        "running requests": last.num_running_at_end,
+        "KV blocks used": used,
+        "KV blocks cached free": cached_free,
+        "KV blocks free": free,
+        "scheduled tokens": 0,
     }

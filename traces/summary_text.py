@@ -57,9 +57,9 @@ def _heading(summary: RunSummary) -> Text:
 
 def _table(title: str, first: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column(first)
+    table.add_column(first, overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     return table
 
 
@@ -82,6 +82,9 @@ def _step_table(title: str, groups: list[StepGroup], elapsed_ns: int) -> Table:
             _ms(group.durations.p50_ns),
             _ms(group.durations.p99_ns),
         )
+    if sum(group.total_ns for group in groups) > elapsed_ns:
+        table.caption = "steps overlap, so their times add up to more than the run's"
+        table.caption_justify = "left"
     return table
 
 

@@ -74,7 +74,11 @@ class AttentionBackend(ABC):
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor; its first dimension counts blocks."""
+        """Shape of one layer's cache tensor; its first dimension counts blocks.
+
+        A new cache must be zeroed: the unused end of a block is read and then masked, which NaN
+        would survive.
+        """
 
     @abstractmethod
     def build_metadata(self, layout: BatchLayout, device: torch.device) -> Any:

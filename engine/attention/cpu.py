@@ -208,9 +208,7 @@ def make_plan(layout: BatchLayout, window: int | None) -> WindowPlan:
         start = end
     rows = layout.query_start_loc[decode]
     in_order = len(decode) == layout.num_reqs and len(limits) == 1
-    chunks = [
-        _chunk(layout, int(request), window) for request in np.flatnonzero(query_lens > 1)
-    ]
+    chunks = [_chunk(layout, int(request), window) for request in np.flatnonzero(query_lens > 1)]
     return WindowPlan(None if in_order else _tensor(rows), groups, chunks)
 
 
@@ -245,13 +243,12 @@ def _decode_group(
     first_keys = np.zeros_like(seq_lens) if window is None else np.maximum(seq_lens - window, 0)
     first_blocks = first_keys // size
     num_blocks = int((-(-seq_lens // size) - first_blocks).max())
-    # Beyond a short row's end the table may hold anything; block 0 exists and is masked.
+    # Beyond a short row's end the table may hold anything: repeat the row's own first block, which
+    # the mask hides, so that no request ever reads another's numbers.
     columns = first_blocks[:, None] + np.arange(num_blocks)
     inside = columns < -(-seq_lens // size)[:, None]
-    table = np.take_along_axis(
-        layout.block_table[requests], np.minimum(columns, layout.block_table.shape[1] - 1), axis=1
-    )
-    blocks = np.where(inside, table, 0)
+    columns = np.where(inside, columns, first_blocks[:, None])
+    blocks = np.take_along_axis(layout.block_table[requests], columns, axis=1)
     positions = first_blocks[:, None] * size + np.arange(num_blocks * size)
     visible = (positions < seq_lens[:, None]) & (positions >= first_keys[:, None])
     mask = None
@@ -288,5 +285,3 @@ def _chunk(layout: BatchLayout, request: int, window: int | None) -> Chunk:
 
 def _tensor(indices: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64))
-
-

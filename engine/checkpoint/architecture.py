@@ -233,9 +233,7 @@ def _context_limit(raw: dict[str, Any], model_type: str, scaling: dict[str, Any]
     return int(limit * float(scaling.get("factor") or 1.0))
 
 
-def _layer_windows(
-    raw: dict[str, Any], model_type: str, num_layers: int
-) -> tuple[int | None, ...]:
+def _layer_windows(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
     # MistralConfig's default, for the few files that leave the key out.
     default = 4096 if model_type == "mistral" else None
     window = raw.get("sliding_window", default)

@@ -57,6 +57,8 @@ def resolve_model(
     """
     if model is None or model == EMBEDDED_MODEL:
         return ModelSource(EMBEDDED_MODEL, "embedded", embedded_model_path())
+    if not model.strip():
+        raise ModelNotFoundError("no model at '': give a path, a hub name, or no model at all.")
     path = Path(model).expanduser()
     if path.is_dir():
         return _from_folder(model, path)
@@ -105,10 +107,7 @@ def _from_folder(model: str, folder: Path) -> ModelSource:
 
 def _looks_like_path(model: str) -> bool:
     return (
-        model.startswith(("/", ".", "~"))
-        or model.lower().endswith(".gguf")
-        or model.count("/") > 1
-        or not model.strip()
+        model.startswith(("/", ".", "~")) or model.lower().endswith(".gguf") or model.count("/") > 1
     )
 
 

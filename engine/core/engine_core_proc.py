@@ -187,8 +187,10 @@ def run_engine_core(
         input_socket.send_multipart([MessageType.FAILED.value, _failure(error)])
         _leave(context, obs, code=1)
     signal.signal(signal.SIGTERM, lambda *_: proc.stop())
+    built_ns = time.monotonic_ns()
     ready = msgspec.msgpack.encode(proc.core.ready_response())
     input_socket.send_multipart([MessageType.READY.value, ready])
+    obs.startup(StartupPhase.READY, built_ns, time.monotonic_ns())
     try:
         proc.run_busy_loop()
     except Exception as error:

@@ -175,6 +175,9 @@ class Scheduler:
                 output.stop_reason = request.stop_reason
                 output.times = request.times
         record.first_tokens, record.finished = tuple(first_tokens), tuple(finished)
+        pool = self.kv_cache.pool
+        record.num_blocks_used_at_end = pool.num_used_blocks
+        record.num_blocks_cached_free_at_end = pool.num_cached_free_blocks
         record.end_ns = self._clock()
         return packages
 

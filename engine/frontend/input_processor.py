@@ -44,6 +44,12 @@ class InputProcessor:
         self._max_logprobs = config.model.max_logprobs
         self._seed = config.model.seed
         self._next_num = 0
+        self._processors: list[type] = []
+        if config.model.logits_processors:
+            # Brings torch into this process, which who brings processors has accepted.
+            from engine.worker.logits_processor import load_logits_processors
+
+            self._processors = load_logits_processors(list(config.model.logits_processors))
 
     def process_prompt(self, prompt: Prompt, params: SamplingParams) -> ProcessedPrompt:
         """Tokenize and check one prompt.
@@ -85,6 +91,8 @@ class InputProcessor:
             encode = self.tokenizer.encode
             own.update_from_tokenizer(lambda text: encode(text, add_special_tokens=False))
         own.verify(self._model.vocab_size, self._max_logprobs)
+        for processor in self._processors:
+            _validate_with(processor, own)
         return own
 
     def make_request(
@@ -169,6 +177,16 @@ class InputProcessor:
                 "also hold at least one output token. Shorten the prompt, set "
                 "truncate_prompt_tokens, or raise max_model_len if the model allows it."
             )
+
+
+def _validate_with(processor: type, params: SamplingParams) -> None:
+    """Let a custom logits processor judge the parameters."""
+    try:
+        processor.validate_params(params)
+    except SamplingParamsError:
+        raise
+    except Exception as error:
+        raise SamplingParamsError(f"{processor.__qualname__}: {error}") from error
 
 
 def _mix(seed: int, num: int) -> int:

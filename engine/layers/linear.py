@@ -55,9 +55,7 @@ class Linear(nn.Module):
             return output if residual is None else output.add_(residual)
         if residual is None:
             return packed_linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            x, residual, self.weight, self.bias, "add"
-        )
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
 
     def extra_repr(self) -> str:
         """Sizes and format, for printing the model."""
@@ -80,8 +78,6 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
 
 
-def packed_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply `[num_rows, in_size]` by a weight from `pack_weight`."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -78,9 +78,7 @@ class RotaryEmbedding(nn.Module):
         return 1.0 / base[:, None] ** exponents
 
 
-def rotate(
-    x: torch.Tensor, table: RotaryTable, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def rotate(x: torch.Tensor, table: RotaryTable, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Turn heads, `[num_tokens, num_heads, head_dim]`, by their tokens' angles.
 
     `out` may be `x` itself, since neither product reads it when the sum is written.

@@ -60,9 +60,7 @@ class SelfAttention(nn.Module):
             device=device,
         )
 
-    def forward(
-        self, x: torch.Tensor, table: RotaryTable, residual: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, table: RotaryTable, residual: torch.Tensor) -> torch.Tensor:
         """Attend and add the residual: `[num_tokens, hidden_size]` each."""
         qkv = self.qkv(x)
         heads = qkv.view(len(qkv), -1, self.attention.head_dim)

@@ -44,9 +44,7 @@ _LAYER_NAMES = {
 _CONFIGURATION = ("rope_freqs.weight",)
 
 
-def iterate_gguf_weights(
-    file: GGUFFile, config: ModelConfig
-) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_gguf_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight, dequantised to float32 (or as stored, if that is a float type).
 
     Raises:

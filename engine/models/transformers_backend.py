@@ -144,6 +144,14 @@ def _run_decoder(
     return output.last_hidden_state[0]
 
 
+class _DecoderOutput(BaseModelOutputWithPast):
+    """A decoder's output in which everything but the hidden states is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _GivenHidden(nn.Module):
     """Stands in for the decoder and returns hidden states that it is given."""
 
@@ -152,10 +160,8 @@ class _GivenHidden(nn.Module):
         """OPT's head calls `model.decoder`."""
         return self
 
-    def forward(
-        self, *_: Any, inputs_embeds: torch.Tensor, **__: Any
-    ) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _DecoderOutput:
+        return _DecoderOutput(last_hidden_state=inputs_embeds)
 
 
 def _head_only(model: nn.Module) -> nn.Module:
@@ -225,6 +231,8 @@ def _attend(
     )
     if attention_mask is not None:
         extras += ("attention_mask",)
+    if not getattr(module, "is_causal", True):
+        extras += ("tokens to come (it is not causal)",)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = _Call(query, key, value, scale, arguments.get("sliding_window"), extras, module)
     return module.isinglass_attention(module, call), None
@@ -244,9 +252,14 @@ def _probe(model: nn.Module, backend: AttentionBackend) -> list[Attention]:
         recorder = _Recorder()
         for module in model.modules():
             object.__setattr__(module, "isinglass_attention", recorder)
-        hidden = _run_decoder(
-            model.base_model, tokens[order].to(device), positions[order].to(device)
-        )
+        try:
+            hidden = _run_decoder(
+                model.base_model, tokens[order].to(device), positions[order].to(device)
+            )
+        except Exception as error:  # a class of Transformers may raise anything
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: its decoder cannot run on a flat batch ({error})."
+            ) from error
         runs.append((hidden, recorder.calls))
     _refuse_unsuited(type(model).__name__, runs[0], runs[1])
     layers = []

@@ -17,9 +17,7 @@ from engine.errors import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def iterate_weights(
-    source: ModelSource, config: ModelConfig
-) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_weights(source: ModelSource, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor on the CPU); types as stored, GGUF's quantised ones as float32.
 
     Raises:

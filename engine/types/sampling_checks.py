@@ -28,7 +28,10 @@ def reject(name: str, value: object, allowed: str, remedy: str = "") -> NoReturn
 
 def short(value: object) -> str:
     """The value as shown in messages: its repr, cut to a line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return f"a {type(value).__name__} too long to show"
     return text if len(text) <= 120 else text[:117] + "..."
 
 
@@ -99,7 +102,8 @@ def checked_logit_bias(value: object) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in value.items():
         # JSON objects have string keys: the OpenAI API sends {"50256": -100}.
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        is_number = isinstance(key, str) and key.isdecimal() and len(key) <= 10
+        token_id = int(key) if is_number else key
         token_id = checked_integer("logit_bias", token_id, 0, _MAX_TOKEN_ID, "keyed by token ids")
         number = checked_real("logit_bias", bias, -math.inf, math.inf, "of finite numbers")
         biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, number))

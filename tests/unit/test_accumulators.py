@@ -90,9 +90,9 @@ def test_gauge_keeps_the_last_value() -> None:
 @pytest.mark.parametrize("info", [names.INTER_TOKEN_LATENCY, names.REQUEST_PROMPT_TOKENS])
 def test_histogram_against_counting_by_hand(info: names.MetricInfo) -> None:
     chance = random.Random(5)
-    scale = info.unit.scale
+    from_base, to_base = info.unit.from_base, info.unit.to_base
     values = [int(10 ** chance.uniform(0, 13)) for _ in range(500)]
-    values += [round(bound / scale) for bound in info.buckets]
+    values += [from_base(bound) for bound in info.buckets]
     family = HistogramFamily(info)
     half = len(values) // 2
     family.observe_many(values[:half])
@@ -101,10 +101,10 @@ def test_histogram_against_counting_by_hand(info: names.MetricInfo) -> None:
     family.observe(-1)
     [histogram] = family.snapshot({})
     assert histogram.count == len(values) and family.num_negative == 1
-    assert histogram.sum == pytest.approx(sum(values) * scale)
+    assert histogram.sum == to_base(sum(values))
     ordered = sorted(values)
     for bound in info.buckets:
-        expected = bisect.bisect_right(ordered, round(bound / scale))
+        expected = bisect.bisect_right(ordered, from_base(bound))
         assert histogram.buckets[repr(bound)] == expected
     assert list(histogram.buckets)[-1] == "+Inf" and histogram.buckets["+Inf"] == len(values)
 
@@ -368,6 +368,41 @@ def test_console_line_sums_the_interval_up() -> None:
         "Avg generation throughput: 8.0 tokens/s, Running: 3 reqs, Waiting: 2 reqs, "
         "KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
     ]
+
+
+def test_console_leaves_idle_time_out_of_the_rates() -> None:
+    clock, lines = FakeClock(), []
+    console = ConsoleStatus(interval_s=10, log=lines.append, clock=clock)
+    clock.advance(3600 * 10**9)
+    for _ in range(11):
+        begin_ns = clock.now_ns
+        clock.advance(10**9)
+        console.observe(
+            StepRecord(step=1, begin_ns=begin_ns, end_ns=clock.now_ns), num_generation_tokens=6
+        )
+    [line] = lines
+    assert "generation throughput: 6.0 tokens/s" in line
+
+
+def test_gauges_show_what_the_last_step_left_behind() -> None:
+    metrics = Metrics()
+    record = StepRecord(
+        step=1,
+        begin_ns=0,
+        end_ns=1,
+        num_running=3,
+        finished=(4, 5),
+        num_blocks_used=9,
+        num_blocks_cached_free=1,
+        num_blocks_free=10,
+    )
+    assert record.blocks_at_end == (9, 1, 10)
+    record.num_blocks_used_at_end, record.num_blocks_cached_free_at_end = 3, 5
+    metrics.observe_step(record)
+    snapshot = metrics.snapshot()
+    assert number_of(snapshot, "requests_running") == 1
+    states = [number_of(snapshot, "kv_blocks", state=state) for state in names.BLOCK_STATES]
+    assert states == [3, 5, 12]
 
 
 def test_console_is_silent_when_idle_after_one_last_line() -> None:

@@ -129,6 +129,18 @@ def test_garbage_at_the_end_does_not_matter(tmp_path: Path) -> None:
         assert journal.frames[: len(records)] == records and journal.is_truncated
 
 
+@pytest.mark.parametrize("payload", [b"\xff\xff\xff", b"\x91\x63", b"\xc0"])
+def test_a_frame_that_is_no_record_ends_the_journal(tmp_path: Path, payload: bytes) -> None:
+    records = some_records(4)
+    path = tmp_path / "a.journal"
+    write_all(path, records)
+    whole = path.read_bytes()
+    frame = len(payload).to_bytes(4, "little") + b"\0\0" + payload
+    path.write_bytes(whole + frame + whole[len(MAGIC) :])
+    journal = read_journal(path)
+    assert journal.frames == records and journal.is_truncated
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.journal"
     path.write_bytes(b"something else altogether")
@@ -205,6 +217,20 @@ def test_a_killed_process_leaves_a_readable_journal(tmp_path: Path) -> None:
     [path] = tmp_path.glob("core.*.journal")
     frames = read_journal(path).frames
     assert [r.step for _, r in frames if isinstance(r, StepRecord)] == list(range(500))
+
+
+def test_a_script_that_never_closes_keeps_its_last_records(tmp_path: Path) -> None:
+    code = (
+        "import sys; from instrumentation import *; "
+        "from instrumentation.setup import setup; "
+        "obs = setup(ObservabilityConfig(trace_dir=sys.argv[1]), role=Role.CALLER); "
+        "obs.request(RequestTimeline(request_id='last'))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    [path] = tmp_path.glob("caller.*.journal")
+    frames = read_journal(path).frames
+    assert [r.request_id for _, r in frames if isinstance(r, RequestTimeline)] == ["last"]
+    assert isinstance(frames[-1][1], ClockAnchor)
 
 
 def test_journals_of_older_versions_stay_readable() -> None:

@@ -4,103 +4,19 @@ A wrong rotary angle, mask, head order or slot changes logits of this size by fa
 tolerance; agreement over all positions by luck is out of the question.
 """
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from engine.attention.base import AttentionBackend, BatchLayout
-from engine.attention.forward_context import forward_context
 from engine.attention.registry import select_backend
-from engine.checkpoint.architecture import ModelConfig, read_model_config
+from engine.checkpoint.architecture import read_model_config
 from engine.checkpoint.locate import resolve_model
 from engine.errors import CheckpointError, UnsupportedModelError
-from engine.models.base import CausalLM
-from engine.models.loader import load_model
-from engine.models.registry import supported_architectures
-from tests.tiny_models import VOCAB_SIZE, build_tiny_checkpoint, build_tiny_model
-
-BLOCK_SIZE = 4
-CPU = torch.device("cpu")
-
-
-def load(folder: Path, backend: AttentionBackend, dtype: torch.dtype = torch.float32) -> CausalLM:
-    source = resolve_model(str(folder))
-    config = read_model_config(source)
-    return load_model(source, config, dtype=dtype, device=CPU, attention_backend=backend)
-
-
-def run_in_steps(
-    model: CausalLM,
-    backend: AttentionBackend,
-    prompts: list[list[int]],
-    steps: list[list[int]],
-    dtype: torch.dtype = torch.float32,
-) -> list[torch.Tensor]:
-    """Logits of all tokens of all prompts; `steps` lists tokens per prompt and step."""
-    generator = np.random.default_rng(0)
-    needed = [-(-len(prompt) // BLOCK_SIZE) for prompt in prompts]
-    order = generator.permutation(sum(needed) + 3)
-    tables = np.full((len(prompts), max(needed)), 10**6, np.int32)
-    for row, count in enumerate(needed):
-        tables[row, :count], order = order[:count], order[count:]
-    caches = [
-        torch.full(
-            backend.kv_cache_shape(
-                sum(needed) + 3, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim
-            ),
-            77.0,
-            dtype=dtype,
-        )
-        for layer in model.attention_layers
-    ]
-    done, logits = [0] * len(prompts), [[] for _ in prompts]
-    for step in steps:
-        rows = [row for row, count in enumerate(step) if count]
-        positions = [np.arange(done[row], done[row] + step[row]) for row in rows]
-        slots = [
-            tables[row][where // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + where % BLOCK_SIZE
-            for row, where in zip(rows, positions, strict=True)
-        ]
-        ids = np.concatenate([np.array(prompts[r])[p] for r, p in zip(rows, positions)])
-        for row in rows:
-            done[row] += step[row]
-        layout = BatchLayout(
-            query_start_loc=np.cumsum([0] + [step[row] for row in rows]).astype(np.int32),
-            seq_lens=np.array([done[row] for row in rows], np.int32),
-            block_table=tables[rows],
-            slot_mapping=np.concatenate(slots),
-            block_size=BLOCK_SIZE,
-        )
-        metadata = backend.build_metadata(layout, CPU)
-        with torch.inference_mode(), forward_context(metadata, caches):
-            hidden = model(
-                torch.from_numpy(ids), torch.from_numpy(np.concatenate(positions))
-            )
-            parts = model.compute_logits(hidden).split([step[row] for row in rows])
-        for row, part in zip(rows, parts, strict=True):
-            logits[row].append(part)
-    assert done == [len(prompt) for prompt in prompts]
-    return [torch.cat(parts) for parts in logits]
-
-
-def make_prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
-    generator = np.random.default_rng(seed)
-    return [generator.integers(0, VOCAB_SIZE, length).tolist() for length in lengths]
-
-
-# Chunks, whole prompts and single tokens, apart and mixed, for prompts of 33, 20 and 7 tokens.
-LENGTHS = (33, 20, 7)
-STEPS = [
-    [13, 0, 1],
-    [1, 6, 1],
-    [1, 1, 2],
-    [10, 1, 1],
-    [1, 1, 1],
-    [7, 11, 1],
-]
+from engine.models.registry import model_class, supported_architectures
+from tests.tiny_models import build_tiny_checkpoint, build_tiny_model
+from tests.unit.paged_runs import CPU, LENGTHS, STEPS, load, make_prompts, run_in_steps
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -144,35 +60,142 @@ CASES = {
     ),
     "mistral window": ("mistral", {}),
     "mistral no window": ("mistral", {"sliding_window": None}),
-    "gpt_neox": ("gpt_neox", {}),
-    "gpt_neox sequential": ("gpt_neox", {"use_parallel_residual": False}),
-    "phi": ("PhiForCausalLM", {}),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-    "opt": ("OPTForCausalLM", {"word_embed_proj_dim": 64, "ffn_dim": 96}),
-    # Its head scales the logits, its decoder the embeddings.
-    "granite": ("GraniteForCausalLM", {"logits_scaling": 3.0, "embedding_multiplier": 2.0}),
-    "starcoder2 window": ("Starcoder2ForCausalLM", {"sliding_window": 10}),
-    "mixtral experts": (
-        "MixtralForCausalLM",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
-    ),
 }
 
 
-@pytest.mark.parametrize("backend_name", ["cpu", "torch_reference"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers(
-    case: str, backend_name: str, tmp_path: Path
-) -> None:
+def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
-    reference = build_tiny_model(family, seed=3, **overrides)
     build_tiny_checkpoint(tmp_path, family, seed=3, **overrides)
-    backend = select_backend(backend_name, CPU)
+    backend = select_backend("cpu", CPU)
     model = load(tmp_path, backend)
+    assert type(model).__module__ != "engine.models.transformers_backend"
     prompts = make_prompts(LENGTHS)
     results = run_in_steps(model, backend, prompts, STEPS)
+    reference = build_tiny_model(family, seed=3, **overrides)
     for prompt, result in zip(prompts, results, strict=True):
         with torch.inference_mode():
             expected = reference(torch.tensor([prompt])).logits[0]
         assert expected.std() > 0.3  # distinct enough for the comparison to mean something
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_reference_backend_gives_the_same_logits(family: str, tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, family)
+    prompts, results = make_prompts(LENGTHS), []
+    for name in ("cpu", "torch_reference"):
+        backend = select_backend(name, CPU)
+        results.append(run_in_steps(load(tmp_path, backend), backend, prompts, STEPS))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    """Packed weights, fused residuals: one wrong operand moves logits by about their spread, 1."""
+    build_tiny_checkpoint(tmp_path, "llama", hidden_size=128, attention_bias=True, mlp_bias=True)
+    backend = select_backend("cpu", CPU)
+    prompts = make_prompts(LENGTHS)
+    runs = [
+        run_in_steps(load(tmp_path, backend, dtype), backend, prompts, STEPS, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for exact, rounded in zip(*runs, strict=True):
+        assert (exact - rounded).abs().mean() < 0.05 * exact.std()
+
+
+def test_dynamic_rope_beyond_the_original_length(tmp_path: Path) -> None:
+    """Token by token, as Transformers generates with a cache, past max_position_embeddings."""
+    overrides = {
+        "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+    }
+    build_tiny_checkpoint(tmp_path, "llama", **overrides)
+    assert read_model_config(resolve_model(str(tmp_path))).max_position_embeddings == 32
+    backend = select_backend("cpu", CPU)
+    prompts = make_prompts((30,))
+    result = run_in_steps(load(tmp_path, backend), backend, prompts, [[1]] * 30)[0]
+    reference = build_tiny_model("llama", **overrides)
+    cache, expected = None, []
+    with torch.inference_mode():
+        for token in prompts[0]:
+            output = reference(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            expected.append(output.logits[0])
+    torch.testing.assert_close(result, torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_shards_and_a_single_file_load_the_same(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path / "one", "qwen2")
+    build_tiny_checkpoint(tmp_path / "many", "qwen2", num_shards=3)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) >= 3
+    backend = select_backend("cpu", CPU)
+    one, many = (load(tmp_path / name, backend).state_dict() for name in ("one", "many"))
+    assert one.keys() == many.keys()
+    assert len(one) > 10
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def change_weights(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "llama")
+    change_weights(tmp_path, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"missing.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(tmp_path, select_backend("cpu", CPU))
+
+
+def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "llama")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    change_weights(tmp_path, lambda weights: weights.update({name: torch.zeros(64)}))
+    with pytest.raises(
+        CheckpointError, match=r"unexpected tensor 'model\.layers\.0\.self_attn\.q_p"
+    ):
+        load(tmp_path, select_backend("cpu", CPU))
+
+
+def test_a_wrong_shape_names_both_shapes(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "llama")
+    name = "model.layers.2.self_attn.k_proj.weight"
+    change_weights(tmp_path, lambda weights: weights.update({name: torch.zeros(64, 64)}))
+    with pytest.raises(CheckpointError, match=r"k_proj.*\(64, 64\).*\(32, 64\)"):
+        load(tmp_path, select_backend("cpu", CPU))
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
+        load(tmp_path, select_backend("cpu", CPU))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "llama", num_shards=3)
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=gone.name):
+        load(tmp_path, select_backend("cpu", CPU))
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
+        load(tmp_path, select_backend("cpu", CPU))
+
+
+def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
+    folder = build_tiny_checkpoint(tmp_path, "llama")
+    text = (folder / "config.json").read_text().replace("LlamaForCausalLM", "BonsaiForCausalLM")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModelError) as caught:
+        model_class(read_model_config(resolve_model(str(folder))))
+    assert "BonsaiForCausalLM" in str(caught.value)
+    assert all(name in str(caught.value) for name in supported_architectures())

@@ -18,7 +18,7 @@ VOCAB_SIZE = 200
 PROMPT = [1, 2, 3, 5, 8, 13, 21]
 OUTPUT = [2, 2, 2, 34, 55, 89, 34]
 NUM_ROWS = 64
-NUM_STEPS = 120
+NUM_STEPS = 80
 
 CASES = {
     "plain": {},

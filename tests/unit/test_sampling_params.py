@@ -87,6 +87,13 @@ def test_a_bad_value_is_named_with_what_is_allowed(name, value, allowed):
     assert name in str(caught.value)
 
 
+def test_numbers_too_long_to_print_are_rejected_by_name():
+    with pytest.raises(SamplingParamsError, match=r"top_k must be an integer.*too long to show"):
+        SamplingParams(top_k=10**5000)
+    with pytest.raises(SamplingParamsError, match="logit_bias must be keyed by token ids"):
+        SamplingParams(logit_bias={"9" * 5000: 1.0})
+
+
 def test_defaults_are_vllms():
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (

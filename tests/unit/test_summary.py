@@ -1,6 +1,7 @@
 """The summary against sums made from the records, its rendering and its commands."""
 
 import argparse
+import io
 import json
 import random
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_interval_arithmetic_against_counting_points() -> None:
 
 def test_rendering_names_the_remainder_and_the_flaws(tmp_path: Path) -> None:
     write_synthetic_run(tmp_path, seed=4, is_killed=True)
-    console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
+    console = Console(width=160, record=True, file=io.StringIO())
     console.print(render_summary(summarize(tmp_path)))
     text = console.export_text()
     for expected in (
@@ -135,9 +136,21 @@ def test_rendering_of_a_run_without_steps(tmp_path: Path) -> None:
     assert not run.steps
     summary = summarize(tmp_path)
     assert summary.elapsed_ns == 0 and summary.sampled_tokens_per_s == 0
-    console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
+    console = Console(width=160, record=True, file=io.StringIO())
     console.print(render_summary(summary))
     assert "0 steps" in console.export_text()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rendering_says_when_steps_overlap_and_cuts_no_label(
+    tmp_path: Path, is_async: bool
+) -> None:
+    run = write_synthetic_run(tmp_path, seed=4, num_requests=4, is_async=is_async)
+    console = Console(width=90, record=True, file=io.StringIO())
+    console.print(render_summary(summarize(tmp_path)))
+    text = console.export_text()
+    assert ("steps overlap" in text) == is_async
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text and run.steps
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

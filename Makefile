@@ -1,0 +1,33 @@
+# Every target sets up what it needs in .venv and then runs; nothing else has to be installed.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test test-slow lint bench clean
+
+help: ## show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: .venv/ready ## generate for a dozen prompts, show where the time went, write a Perfetto trace
+	$(BIN)/python examples/demo.py
+
+test: .venv/ready ## everything but the slow tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: .venv/ready ## the slow tests
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: .venv/ready ## check and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/ready ## offline figures on the embedded model
+	$(BIN)/python benchmarks/offline.py
+
+.venv/ready: pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON=$(PYTHON) sh scripts/setup.sh
+	touch $@
+
+clean: ## remove the environment and recorded runs
+	rm -rf .venv runs

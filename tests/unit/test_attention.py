@@ -1,0 +1,159 @@
+"""The CPU attention backend against the reference on random batches, and the interface's edges."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention import cpu
+from engine.attention.base import AttentionShape, BatchLayout
+from engine.attention.forward_context import forward_context, get_forward_context
+from engine.attention.registry import attention_backend_names, select_backend
+from engine.errors import ConfigError
+
+CPU = torch.device("cpu")
+NUM_SPARE_BLOCKS = 5
+
+
+def make_layout(
+    query_lens: list[int], seq_lens: list[int], block_size: int, generator: np.random.Generator
+) -> tuple[BatchLayout, int]:
+    """A batch whose requests own shuffled blocks; unused table entries point nowhere."""
+    counts = [-(-length // block_size) for length in seq_lens]
+    num_blocks = sum(counts) + NUM_SPARE_BLOCKS
+    free = generator.permutation(num_blocks).tolist()
+    table = np.full((len(seq_lens), max(counts) + 1), 10**6, np.int32)
+    slots = []
+    for row, count in enumerate(counts):
+        for column in range(count):
+            table[row, column] = free.pop()
+        for position in range(seq_lens[row] - query_lens[row], seq_lens[row]):
+            slots.append(int(table[row, position // block_size]) * block_size)
+            slots[-1] += position % block_size
+    layout = BatchLayout(
+        query_start_loc=np.cumsum([0, *query_lens]).astype(np.int32),
+        seq_lens=np.array(seq_lens, np.int32),
+        block_table=table,
+        slot_mapping=np.array(slots, np.int64),
+        block_size=block_size,
+    )
+    return layout, num_blocks
+
+
+def compare(
+    layout: BatchLayout, num_blocks: int, shape: AttentionShape, dtype: torch.dtype, seed: int
+) -> None:
+    """Both backends, same cache contents and queries: same outputs, same cache afterwards."""
+    generator = torch.Generator().manual_seed(seed)
+    size, num_tokens = layout.block_size, int(layout.query_start_loc[-1])
+    qkv_size = shape.query_size + 2 * shape.kv_size
+    qkv = torch.randn(num_tokens, qkv_size, generator=generator).to(dtype)
+    content = torch.randn(num_blocks, size, 2 * shape.kv_size, generator=generator).to(dtype)
+    # What no request owns must not be read, not even under a mask.
+    owned = {
+        int(block)
+        for row, length in enumerate(layout.seq_lens)
+        for block in layout.block_table[row, : -(-length // size)]
+    }
+    content[[block for block in range(num_blocks) if block not in owned]] = float("nan")
+    outputs, caches = [], []
+    for name in ("torch_reference", "cpu"):
+        backend = select_backend(name, CPU)
+        cache = content.clone().view(
+            backend.kv_cache_shape(num_blocks, size, shape.num_kv_heads, shape.head_dim)
+        )
+        metadata = backend.build_metadata(layout, CPU)
+        outputs.append(backend.forward(qkv.clone(), cache, metadata, shape))
+        caches.append(cache.flatten())
+    assert outputs[0].shape == outputs[1].shape == (num_tokens, shape.query_size)
+    assert outputs[1].is_contiguous()
+    assert outputs[1].dtype == dtype
+    # bfloat16 keeps 8 bits: outputs of size 1 to 3 differ by up to a unit or two in the last.
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(caches[1], caches[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(25))
+def test_cpu_equals_reference_on_random_batches(
+    seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request is, with equal odds, one new token, a fresh prompt, or a chunk behind others."""
+    monkeypatch.setattr(cpu, "MIN_MERGE_TOKENS", 24)  # so that small chunks take that way too
+    monkeypatch.setattr(cpu, "MAX_GROUP_TOKENS", 256)
+    monkeypatch.setattr(cpu, "FREE_PADDING_TOKENS", 4)
+    generator = np.random.default_rng(seed)
+    query_lens, seq_lens = [], []
+    for _ in range(generator.integers(1, 9)):
+        kind = generator.integers(3)
+        num_cached = 0 if kind == 1 else int(generator.integers(0, 90))
+        query_lens.append(1 if kind == 0 else int(generator.integers(1, 50)))
+        seq_lens.append(num_cached + query_lens[-1])
+    kv_heads, group_size = int(generator.integers(1, 4)), int(generator.integers(1, 4))
+    head_dim = int(generator.choice([16, 40, 64]))
+    for window in (None, int(generator.integers(1, 60))):
+        shape = AttentionShape(kv_heads * group_size, kv_heads, head_dim, 0.2, window)
+        block_size = int(generator.choice([1, 4, 16]))
+        layout, num_blocks = make_layout(query_lens, seq_lens, block_size, generator)
+        compare(layout, num_blocks, shape, dtype, seed)
+
+
+def test_one_step_serves_layers_of_several_windows() -> None:
+    generator = np.random.default_rng(5)
+    layout, num_blocks = make_layout([1, 12, 1], [30, 40, 7], 4, generator)
+    backend = select_backend("cpu", CPU)
+    metadata = backend.build_metadata(layout, CPU)
+    reference = select_backend("torch_reference", CPU)
+    for window in (None, 8, None, 16):
+        shape = AttentionShape(4, 2, 16, 0.25, window)
+        qkv = torch.randn(14, 8 * 16, generator=torch.Generator().manual_seed(1))
+        cache = torch.randn(num_blocks, 4, 64, generator=torch.Generator().manual_seed(2))
+        expected = reference.forward(
+            qkv,
+            cache.clone().view(num_blocks, 4, 2, 2, 16),
+            reference.build_metadata(layout, CPU),
+            shape,
+        )
+        torch.testing.assert_close(backend.forward(qkv, cache, metadata, shape), expected)
+
+
+def test_groups_of_similar_rows_waste_little() -> None:
+    """A row of 8000 tokens among sixty of about 100 must not stretch them all to 8000."""
+    generator = np.random.default_rng(0)
+    seq_lens = [*generator.integers(60, 140, 60).tolist(), 8000]
+    layout, _ = make_layout([1] * 61, seq_lens, 16, generator)
+    plan = cpu.make_plan(layout, None)
+    gathered = sum(len(group.blocks) * 16 for group in plan.decode_groups)
+    assert sum(seq_lens) <= gathered < 1.6 * sum(seq_lens)
+    assert len(plan.decode_groups) <= 4
+    covered = [row for group in plan.decode_groups for row in range(group.start, group.end)]
+    assert covered == list(range(61))
+
+
+def test_a_window_gathers_only_what_it_sees() -> None:
+    layout, _ = make_layout([1, 1], [5000, 4000], 16, np.random.default_rng(0))
+    plan = cpu.make_plan(layout, 64)
+    assert sum(len(group.blocks) for group in plan.decode_groups) <= 2 * (64 // 16 + 1)
+
+
+def test_unknown_backend_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        select_backend("flashinfer", CPU)
+    assert all(name in str(caught.value) for name in attention_backend_names())
+    with pytest.raises(ConfigError, match="does not run on cuda"):
+        select_backend("cpu", "cuda")
+    assert select_backend("auto", "cpu").name == "cpu"
+
+
+def test_forward_context_is_scoped_and_does_not_nest() -> None:
+    with pytest.raises(AssertionError, match="outside of forward_context"):
+        get_forward_context()
+    with forward_context("metadata", []):
+        assert get_forward_context().metadata == "metadata"
+        with pytest.raises(AssertionError, match="does not nest"), forward_context("other", []):
+            pass
+        assert get_forward_context().metadata == "metadata"
+    with pytest.raises(ValueError, match="inside"), forward_context("metadata", []):
+        raise ValueError("inside")
+    with pytest.raises(AssertionError, match="outside of forward_context"):
+        get_forward_context()
