@@ -242,8 +242,7 @@ _GROUP_OF = {spec.name: name for name, group in GROUPS.items() for spec in field
 
 def default_of(name: str) -> Any:
     """The default value of one setting by its flat name."""
-    group = GROUPS[_GROUP_OF[name]]
-    for spec in fields(group):
+    for spec in fields(GROUPS[_GROUP_OF[name]]) if name in _GROUP_OF else ():
         if spec.name == name and spec.default is not MISSING:
             return spec.default
     raise ConfigError(f"unknown engine argument {name!r}")

@@ -126,7 +126,8 @@ STEP_DURATION = _add(
     "step_duration_seconds",
     _HISTOGRAM,
     unit=Unit.SECONDS,
-    help="Time from scheduling a step to having applied its output, by kind of work",
+    help="Time a worker took for a step, from preparing its batch to having the sampled tokens on "
+    "the host, by kind of work",
     kind=STEP_KINDS,
 )
 STEP_TOKENS = _add(

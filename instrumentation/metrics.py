@@ -55,7 +55,13 @@ class Metrics:
         self._last_step = record
 
     def observe_worker_step(self, record: WorkerStepRecord) -> None:
-        """Count one step of a worker: once each."""
+        """Count one step of a worker: once each, of one worker where several share a step.
+
+        Its duration is the step's: steps of the core overlap under async scheduling, those of a
+        worker never do.
+        """
+        kind = step_kind(record.label)
+        self._histogram(names.STEP_DURATION).observe(record.duration_ns, kind)
         self._count_phases(record.phases)
         self._counter(names.GRAPH_STEPS).add(1, GraphMode(record.graph_mode).label)
         if record.padded_tokens:
@@ -111,7 +117,6 @@ class Metrics:
     def _count_work(self, record: StepRecord) -> None:
         kind = step_kind(record.label)
         self._counter(names.STEPS).add(1, kind)
-        self._histogram(names.STEP_DURATION).observe(record.end_ns - record.begin_ns, kind)
         self._histogram(names.STEP_TOKENS).observe(record.num_scheduled_tokens, kind)
         scheduled_tokens = self._counter(names.SCHEDULED_TOKENS)
         if record.num_context_tokens:

@@ -38,7 +38,8 @@ class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True)
     begin_ns: int
     """Start of scheduling."""
     end_ns: int
-    """End of updating from the step's output. Under async scheduling steps overlap."""
+    """End of updating from the step's output. Under async scheduling steps overlap, so this is no
+    duration of a step; that is `WorkerStepRecord.duration_ns`."""
     num_context_requests: int = 0
     num_context_tokens: int = 0
     num_generation_requests: int = 0
@@ -145,6 +146,16 @@ class WorkerStepRecord(msgspec.Struct, array_like=True, tag=2, gc=False, kw_only
     """Time on the device, -1 where it was not measured."""
     phases: tuple[int, ...] = ()
     """Flat triples: phase, begin_ns, end_ns, ... of the worker since the record before."""
+
+    @property
+    def duration_ns(self) -> int:
+        """What the worker took for the step; a worker runs one step after the other."""
+        return self.end_ns - self.begin_ns
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens that the step computed."""
+        return self.num_context_tokens + self.num_generation_tokens
 
     @property
     def label(self) -> StepLabel:

@@ -1,4 +1,4 @@
-"""The commands on recorded runs: `trace summary` and `trace convert`.
+"""The commands on recorded runs: `trace summary`, `trace convert` and `trace picture`.
 
 Knows arguments and output. Does not know how a run is read; imports that only when a command runs.
 """
@@ -27,6 +27,18 @@ def add_trace_commands(subparsers: Any) -> None:
         "-o", "--output", metavar="FILE", help="file to write (default: RUN_DIR/trace.pftrace)"
     )
     convert.set_defaults(handler=run_convert)
+
+    picture = commands.add_parser("picture", help="draw a window of the run as an SVG file")
+    picture.add_argument("run_dir", metavar="RUN_DIR", help="the run's trace_dir")
+    picture.add_argument("-o", "--output", metavar="FILE", required=True, help="file to write")
+    for bound, what in (("begin", "first step's begin"), ("end", "last step's end")):
+        picture.add_argument(
+            f"--{bound}-ms",
+            type=float,
+            metavar="MS",
+            help=f"{bound} of the window, from the begin of the first step (default: the {what})",
+        )
+    picture.set_defaults(handler=run_picture)
 
 
 def run_summary(arguments: argparse.Namespace) -> int:
@@ -63,6 +75,23 @@ def run_convert(arguments: argparse.Namespace) -> int:
         print(write_perfetto(arguments.run_dir, arguments.output))
     except (ValueError, OSError) as error:
         return _fail(error)
+    return 0
+
+
+def run_picture(arguments: argparse.Namespace) -> int:
+    """Draw a window of a run and print the file's path; status 1 and a message on failure."""
+    from traces.picture import write_picture
+
+    try:
+        path = write_picture(
+            arguments.run_dir,
+            arguments.output,
+            begin_ms=arguments.begin_ms,
+            end_ms=arguments.end_ms,
+        )
+    except (ValueError, OSError) as error:
+        return _fail(error)
+    print(path)
     return 0
 
 

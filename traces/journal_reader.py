@@ -112,6 +112,18 @@ class Run:
         return sorted(self.of_type(WorkerStepRecord), key=lambda step: (step.begin_ns, step.step))
 
     @property
+    def steps_of_first_worker(self) -> list[WorkerStepRecord]:
+        """The steps of the worker of lowest rank; workers run every step side by side."""
+        ranks = [one.header.rank for one in self.processes if one.of_type(WorkerStepRecord)]
+        steps = [
+            step
+            for process in self.processes
+            if process.header.rank == min(ranks, default=0)
+            for step in process.of_type(WorkerStepRecord)
+        ]
+        return sorted(steps, key=lambda step: (step.begin_ns, step.step))
+
+    @property
     def timelines(self) -> list[RequestTimeline]:
         """The requests whose end was recorded, by arrival."""
         return sorted(self.of_type(RequestTimeline), key=lambda timeline: timeline.arrival_ns)

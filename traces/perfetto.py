@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from instrumentation.labels import format_step_label
-from instrumentation.names import Role
+from instrumentation.names import Role, ThreadName
 from instrumentation.records import (
     EventRecord,
     RequestTimeline,
@@ -33,6 +33,12 @@ from traces.requests import request_timelines, scheduled_pairs
 
 FILE_NAME = "trace.pftrace"
 _PROCESS_NAMES = {Role.CALLER: "Caller", Role.CORE: "EngineCore", Role.WORKER: "Worker"}
+_ROLE_ORDER = [Role.CALLER, Role.CORE, Role.WORKER]
+_TRACK_ORDER: list[str] = [
+    *("start-up", ThreadName.CALLER, ThreadName.CORE_LOOP, "steps", ThreadName.WORKER),
+    *(ThreadName.INPUT_IO, ThreadName.OUTPUT_IO, "requests", "counters"),
+]
+"""A process's tracks from the top down; a name that is not here comes before the requests."""
 _NOT_SHOWN = frozenset({"phases", "io_phase_totals_ns", "time_ns"})
 
 
@@ -52,8 +58,7 @@ def write_perfetto(
     unfinished = path.with_name(path.name + ".part")
     with unfinished.open("wb") as stream:
         is_first = True
-        for _, group in groupby(sorted(run.processes, key=_process_key), key=_process_key):
-            processes = list(group)
+        for processes in _operating_system_processes(run):
             drawing = _ProcessDrawing(SequenceWriter(stream, _writer_key(processes)), processes)
             if is_first:
                 anchors = [anchor for process in run.processes for anchor in process.anchors]
@@ -69,6 +74,26 @@ def _process_key(process: ProcessRecords) -> tuple[str, int]:
     return process.header.host, process.header.pid
 
 
+def _operating_system_processes(run: Run) -> list[list[ProcessRecords]]:
+    """The journals of each process of the operating system, in the order to be shown."""
+    grouped = [
+        sorted(group, key=_process_rank)
+        for _, group in groupby(sorted(run.processes, key=_process_key), key=_process_key)
+    ]
+    return sorted(grouped, key=lambda group: _process_rank(group[0]))
+
+
+def _process_rank(process: ProcessRecords) -> int:
+    """Where a process is shown: caller, core, workers by their rank."""
+    return _ROLE_ORDER.index(Role(process.header.role)) * 10_000 + process.header.rank
+
+
+def _track_rank(name: str) -> int:
+    return 2 * _TRACK_ORDER.index(name if name in _TRACK_ORDER else "requests") - (
+        name not in _TRACK_ORDER
+    )
+
+
 def _writer_key(processes: list[ProcessRecords]) -> str:
     header = processes[0].header
     return f"{header.host} {header.pid} {header.role} {header.rank} {header.started_ns}"
@@ -76,8 +101,7 @@ def _writer_key(processes: list[ProcessRecords]) -> str:
 
 def _owner_of_requests(run: Run) -> ProcessRecords:
     """The process under which requests are drawn: the caller, else the core."""
-    order = [Role.CALLER, Role.CORE, Role.WORKER]
-    return min(run.processes, key=lambda process: order.index(Role(process.header.role)))
+    return min(run.processes, key=_process_rank)
 
 
 class _Flows:
@@ -151,21 +175,29 @@ class _ProcessDrawing:
         """Draw everything of the process, and requests where it owns them."""
         # The snapshot must come first, so nothing is written before this call.
         name = " + ".join(_process_name(process) for process in self._processes)
-        self._track = self.writer.process_track(self._pid, name, self._processes[0].header.argv)
+        first = self._processes[0]
+        self._track = self.writer.process_track(
+            self._pid, name, first.header.argv, rank=_process_rank(first)
+        )
         for process in self._processes:
             self._draw_startup(process)
             for thread in process.threads:
                 self._draw_thread(thread, flows)
             self._draw_counters(process)
-        for timeline in requests:
-            self._draw_request(timeline, flows)
+        if requests:
+            self._requests_track = self._named_track("requests")
+        for number, timeline in enumerate(requests):
+            self._draw_request(timeline, flows, rank=number)
+
+    def _named_track(self, name: str) -> int:
+        return self.writer.named_track(self._track, name, rank=_track_rank(name))
 
     def _draw_startup(self, process: ProcessRecords) -> None:
         pieces = [
             Slice(startup.phase.label, startup.begin_ns, startup.end_ns)
             for startup in process.of_type(StartupRecord)
         ]
-        self._draw_lanes("start-up", nest(pieces))
+        self._draw_lanes("start-up", nest(pieces), parent=self._track, rank=_track_rank("start-up"))
 
     def _draw_thread(self, thread: ThreadRecords, flows: _Flows) -> None:
         steps = [_step_slice(step) for step in thread.of_type(StepRecord)]
@@ -181,24 +213,31 @@ class _ProcessDrawing:
         track = self._thread_track(thread)
         for piece_lane in lanes[:1]:
             self.writer.slices(track, piece_lane)
-        self._draw_lanes(thread.name, lanes[1:], first_number=2)
-        self._draw_lanes("steps", step_lanes)
+        rank = _track_rank(thread.name)
+        self._draw_lanes(thread.name, lanes[1:], parent=self._track, rank=rank, first_number=2)
+        self._draw_lanes("steps", step_lanes, parent=self._track, rank=_track_rank("steps"))
         for event in thread.of_type(EventRecord):
             self.writer.instant(track, event.time_ns, event.kind.label, _annotations(event))
 
     def _thread_track(self, thread: ThreadRecords) -> int:
         """A thread's track; where two share an operating-system thread, the second is no thread."""
         if thread.native_id in self._tids:
-            return self.writer.named_track(self._track, thread.name)
+            return self._named_track(thread.name)
         self._tids.add(thread.native_id)
         return self.writer.thread_track(
-            self._track, pid=self._pid, tid=thread.native_id, name=thread.name
+            self._track,
+            pid=self._pid,
+            tid=thread.native_id,
+            name=thread.name,
+            rank=_track_rank(thread.name),
         )
 
-    def _draw_lanes(self, name: str, lanes: list[Lane], *, first_number: int = 1) -> None:
+    def _draw_lanes(
+        self, name: str, lanes: list[Lane], *, parent: int, rank: int, first_number: int = 1
+    ) -> None:
         for number, lane in enumerate(lanes, first_number):
             lane_name = name if number == 1 else f"{name} ({number})"
-            self.writer.slices(self.writer.named_track(self._track, lane_name), lane)
+            self.writer.slices(self.writer.named_track(parent, lane_name, rank=rank), lane)
 
     def _draw_counters(self, process: ProcessRecords) -> None:
         steps = sorted(process.of_type(StepRecord), key=lambda step: step.begin_ns)
@@ -208,25 +247,27 @@ class _ProcessDrawing:
         for step in steps:
             for name, value in _counter_values(step).items():
                 if name not in tracks:
-                    tracks[name] = self.writer.counter_track(self._track, name)
+                    rank = _track_rank("counters") + len(tracks)
+                    tracks[name] = self.writer.counter_track(self._track, name, rank=rank)
                 self.writer.counter(tracks[name], step.begin_ns, value)
         last = max(steps, key=lambda step: step.end_ns)
         for name, value in _counter_values_at_end(last).items():
             self.writer.counter(tracks[name], last.end_ns, value)
 
-    def _draw_request(self, timeline: RequestTimeline, flows: _Flows) -> None:
+    def _draw_request(self, timeline: RequestTimeline, flows: _Flows, *, rank: int) -> None:
         pieces = request_slices(timeline)
         pieces[0].flow_ids.extend(flows.of_request(timeline))
-        track = self.writer.named_track(self._track, f"request {timeline.request_id}")
+        name = f"request {timeline.request_id}"
+        track = self.writer.named_track(self._requests_track, name, rank=rank)
         outer = Slice(
-            f"request {timeline.request_id}",
+            name,
             timeline.arrival_ns,
             max(timeline.end_ns, timeline.delivered_ns),
             request_annotations(timeline),
         )
         lanes = nest([outer, *pieces])
         self.writer.slices(track, lanes[0])
-        self._draw_lanes(f"request {timeline.request_id}", lanes[1:], first_number=2)
+        self._draw_lanes(name, lanes[1:], parent=self._requests_track, rank=rank, first_number=2)
 
 
 def _process_name(process: ProcessRecords) -> str:

@@ -73,39 +73,49 @@ class SequenceWriter:
         ):
             snapshot.clocks.add(clock_id=clock_id, timestamp=time_ns)
 
-    def _track(self, parent: int) -> tuple[int, proto.TrackDescriptor]:
+    def _track(self, parent: int, *, rank: int = 0) -> tuple[int, proto.TrackDescriptor]:
         descriptor = self._packet().track_descriptor
         self._num_tracks += 1
         descriptor.uuid = stable_id(self._key, self._num_tracks)
         if parent:
             descriptor.parent_uuid = parent
+        # Ranks count only where the parent says so, hence every track says so for its children.
+        descriptor.child_ordering = proto.TrackDescriptor.EXPLICIT
+        descriptor.sibling_order_rank = rank
         return descriptor.uuid, descriptor
 
-    def process_track(self, pid: int, name: str, argv: tuple[str, ...] = ()) -> int:
-        """Describe the process; returns the track's id, as the other methods do."""
-        track, descriptor = self._track(0)
+    def process_track(
+        self, pid: int, name: str, argv: tuple[str, ...] = (), *, rank: int = 0
+    ) -> int:
+        """Describe the process; returns the track's id, as the other methods do.
+
+        Tracks with the same parent are shown by ascending rank; so are processes.
+        """
+        track, descriptor = self._track(0, rank=rank)
+        descriptor.process_ordering = proto.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
+        descriptor.thread_ordering = proto.TrackDescriptor.THREAD_ORDERING_EXPLICIT
         descriptor.process.pid = pid
         descriptor.process.process_name = name
         descriptor.process.cmdline.extend(argv)
         return track
 
-    def thread_track(self, parent: int, *, pid: int, tid: int, name: str) -> int:
+    def thread_track(self, parent: int, *, pid: int, tid: int, name: str, rank: int = 0) -> int:
         """Describe a thread; only once for each tid."""
-        track, descriptor = self._track(parent)
+        track, descriptor = self._track(parent, rank=rank)
         descriptor.thread.pid = pid
         descriptor.thread.tid = tid
         descriptor.thread.thread_name = name
         return track
 
-    def named_track(self, parent: int, name: str) -> int:
+    def named_track(self, parent: int, name: str, *, rank: int = 0) -> int:
         """Describe a track that is no thread."""
-        track, descriptor = self._track(parent)
+        track, descriptor = self._track(parent, rank=rank)
         descriptor.name = name
         return track
 
-    def counter_track(self, parent: int, name: str) -> int:
+    def counter_track(self, parent: int, name: str, *, rank: int = 0) -> int:
         """Describe a counter; its values are counts."""
-        track, descriptor = self._track(parent)
+        track, descriptor = self._track(parent, rank=rank)
         descriptor.name = name
         descriptor.counter.unit = proto.CounterDescriptor.UNIT_COUNT
         return track

@@ -36,12 +36,14 @@ class StartupSummary:
 
     role: str
     phase: str
+    offset_ns: int
+    """From the begin of the run's first phase to that of this one."""
     duration_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepGroup:
-    """Steps of one kind or one label."""
+    """Steps of one kind or one label; durations as `RunSummary.are_steps_of_workers` says."""
 
     name: str
     num_tokens: int
@@ -137,8 +139,15 @@ class RunSummary:
     idle_ns: int
     """The part of it in which no step was under way."""
     num_steps: int
+    """Steps of the core."""
+    are_steps_of_workers: bool
+    """Whether the groups hold the steps of a worker, which follow one another, so that their
+    durations add up to no more than the run. A run without any record of a worker has those of the
+    core instead, scheduling to updating, which overlap under async scheduling."""
     steps_by_kind: list[StepGroup]
     steps_by_label: list[StepGroup]
+    latency: Quantiles
+    """Steps of the core, from scheduling to having applied the output."""
     threads: list[ThreadSummary]
     admission_stops: dict[str, int]
     num_context_tokens: int

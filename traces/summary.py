@@ -28,6 +28,8 @@ from traces.run_summary import (
     ThreadSummary,
 )
 
+TimedStep = StepRecord | WorkerStepRecord
+
 
 def summarize(run_dir: str | os.PathLike[str]) -> RunSummary:
     """Sum a run up from its journals, finished or killed.
@@ -46,6 +48,9 @@ def summarize_run(run: Run) -> RunSummary:
         (begin for begin, _ in intervals), default=0
     )
     timelines = request_timelines(run)
+    timed_steps: Sequence[TimedStep] = run.steps_of_first_worker
+    are_steps_of_workers = bool(timed_steps)
+    timed_steps = timed_steps or steps
     return RunSummary(
         folder=run.folder,
         processes=[
@@ -62,8 +67,10 @@ def summarize_run(run: Run) -> RunSummary:
         elapsed_ns=elapsed_ns,
         idle_ns=elapsed_ns - length(merge(intervals)),
         num_steps=len(steps),
-        steps_by_kind=_step_groups((step_kind(step.label), step) for step in steps),
-        steps_by_label=_step_groups((format_step_label(step.label), step) for step in steps),
+        are_steps_of_workers=are_steps_of_workers,
+        steps_by_kind=_step_groups((step_kind(step.label), step) for step in timed_steps),
+        steps_by_label=_step_groups((format_step_label(step.label), step) for step in timed_steps),
+        latency=quantiles(end - begin for begin, end in intervals),
         threads=_threads(run),
         admission_stops={
             AdmissionStop(reason).label: count
@@ -112,16 +119,21 @@ def _startups(run: Run) -> list[StartupSummary]:
         for process in run.processes
         for startup in process.of_type(StartupRecord)
     ]
-    pairs.sort(key=lambda pair: pair[1].begin_ns)
+    pairs.sort(key=lambda pair: (pair[1].begin_ns, pair[1].end_ns))
     return [
-        StartupSummary(process.header.role, startup.phase.label, startup.end_ns - startup.begin_ns)
+        StartupSummary(
+            role=process.header.role,
+            phase=startup.phase.label,
+            offset_ns=startup.begin_ns - pairs[0][1].begin_ns,
+            duration_ns=startup.end_ns - startup.begin_ns,
+        )
         for process, startup in pairs
     ]
 
 
-def _step_groups(named_steps: Iterable[tuple[str, StepRecord]]) -> list[StepGroup]:
+def _step_groups(named_steps: Iterable[tuple[str, TimedStep]]) -> list[StepGroup]:
     """Group steps by name, those that took most time in all first."""
-    groups: dict[str, list[StepRecord]] = defaultdict(list)
+    groups: dict[str, list[TimedStep]] = defaultdict(list)
     for name, step in named_steps:
         groups[name].append(step)
     summaries = []

@@ -1,15 +1,22 @@
-"""A run's summary as tables for a terminal.
+"""A run's summary as tables for a terminal, 80 columns wide.
 
 Knows how numbers are shown. Does not know how they come about.
 """
 
-from rich.console import Group, RenderableType
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from traces.run_summary import Quantiles, RunSummary, StepGroup, ThreadSummary
 
 _MAX_LABELS = 15
+_BAR_WIDTH = 12
+_BAR_COLUMNS = ("<", "<when")
+_MIN_BAR = 1 / 64
+"""Bars of less would be blank; what took any time shows."""
 
 
 def render_summary(summary: RunSummary) -> RenderableType:
@@ -17,28 +24,23 @@ def render_summary(summary: RunSummary) -> RenderableType:
     parts: list[RenderableType] = [_heading(summary)]
     if summary.startups:
         parts.append(_startup_table(summary))
-    if summary.num_steps:
-        parts.append(_step_table("Steps by kind", summary.steps_by_kind, summary.elapsed_ns))
-        parts.append(
-            _step_table(
-                f"Steps by label (at most {_MAX_LABELS} of {len(summary.steps_by_label)})",
-                summary.steps_by_label[:_MAX_LABELS],
-                summary.elapsed_ns,
-            )
-        )
-    parts.extend(_thread_table(thread) for thread in summary.threads)
+    if summary.steps_by_label:
+        parts += [_kind_table(summary), _label_table(summary)]
+    if summary.threads:
+        parts.append(_phase_table(summary))
     if summary.num_steps:
         parts.append(_cache_table(summary))
     if summary.requests.count:
         parts.append(_request_table(summary))
-    return Group(*parts)
+    return Group(*(part for pair in ((one, Text()) for one in parts) for part in pair))
 
 
 def _heading(summary: RunSummary) -> Text:
+    text = Text("Where the time went", style="bold")
+    text.append(f"\n{summary.folder}\n", style="not bold dim")
     lines = [
-        f"Where the time went: {summary.folder}",
-        f"{summary.num_steps} steps in {_seconds(summary.elapsed_ns)} s, "
-        f"idle {_share(summary.idle_ns, summary.elapsed_ns)} of it; "
+        f"{summary.num_steps:,} steps in {_seconds(summary.elapsed_ns)}, "
+        f"idle {_share(summary.idle_ns, summary.elapsed_ns)} of it",
         f"{summary.context_tokens_per_s:,.1f} prompt tokens/s, "
         f"{summary.sampled_tokens_per_s:,.1f} output tokens/s",
     ]
@@ -47,131 +49,213 @@ def _heading(summary: RunSummary) -> Text:
         if process.is_truncated:
             notes.append("its journal is cut off")
         if process.num_dropped:
-            notes.append(f"{process.num_dropped} entries were dropped")
+            notes.append(f"{process.num_dropped:,} entries were dropped")
         if notes:
             lines.append(
                 f"{process.role} {process.rank} (pid {process.pid}): {' and '.join(notes)}"
             )
-    return Text("\n".join(lines))
+    return text.append("\n".join(lines), style="not bold")
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first, overflow="fold")
+class _Bar:
+    """A bar over part of a line, from one share of its width to another."""
+
+    def __init__(self, begin: float, end: float, *, width: int = _BAR_WIDTH) -> None:
+        self._begin, self._end, self._width = begin, end, width
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, min(self._width, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self._width, options.max_width)
+        full, half = ("=", "=") if options.ascii_only else ("━", "╸")
+        first = min(int(self._begin * width), width - 1)
+        # In half cells, of which there is always one.
+        halves = max(1, round(self._end * width * 2) - 2 * first)
+        text = full * (halves // 2) + half * (halves % 2)
+        if self._end <= 0:
+            text = ""
+        line = (" " * first + text).ljust(width)[:width]
+        yield Segment(line, console.get_style("cyan"))
+
+
+def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+    """A table whose columns are named; `<` in front of a name aligns it to the left."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption=caption,
+        caption_justify="left",
+        box=box.HORIZONTALS,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="dim",
+        border_style="dim",
+    )
     for column in columns:
-        table.add_column(column, justify="right", overflow="fold")
+        is_text = column.startswith("<") and column not in _BAR_COLUMNS
+        table.add_column(
+            column.removeprefix("<"),
+            justify="left" if column.startswith("<") else "right",
+            # Where a line is too short, bars get shorter, then numbers fold; no text is cut.
+            no_wrap=is_text,
+            overflow="fold",
+        )
     return table
 
 
 def _startup_table(summary: RunSummary) -> Table:
-    table = _table("Start-up", "phase", "process", "ms")
+    total_ns = max(startup.offset_ns + startup.duration_ns for startup in summary.startups)
+    table = _table(f"Start-up: {_seconds(total_ns)}", "<process", "<phase", "ms", "<when")
     for startup in summary.startups:
-        table.add_row(startup.phase, startup.role, _ms(startup.duration_ns))
+        end_ns = startup.offset_ns + startup.duration_ns
+        table.add_row(
+            startup.role,
+            startup.phase,
+            _ms(startup.duration_ns),
+            _Bar(startup.offset_ns / total_ns, end_ns / total_ns, width=36) if total_ns else "",
+        )
     return table
 
 
-def _step_table(title: str, groups: list[StepGroup], elapsed_ns: int) -> Table:
-    table = _table(title, "steps", "count", "tokens", "total ms", "of run", "p50 ms", "p99 ms")
-    for group in groups:
+def _steps_caption(summary: RunSummary) -> str:
+    if not summary.are_steps_of_workers:
+        return (
+            "no worker's record: times are from scheduling to updating; steps may overlap "
+            "and add up to more than the run"
+        )
+    return (
+        "a step is what the worker took for it; from scheduling to updating "
+        f"p50 {_ms(summary.latency.p50_ns)} ms, p99 {_ms(summary.latency.p99_ns)} ms"
+    )
+
+
+def _kind_table(summary: RunSummary) -> Table:
+    table = _table(
+        "Steps by kind",
+        *("<kind", "count", "tokens", "total ms", "p50 ms", "p99 ms", "of run", "<"),
+        caption=_steps_caption(summary),
+    )
+    for group in summary.steps_by_kind:
         table.add_row(
             group.name,
             f"{group.durations.count:,}",
             f"{group.num_tokens:,}",
             _ms(group.total_ns),
-            _share(group.total_ns, elapsed_ns),
             _ms(group.durations.p50_ns),
             _ms(group.durations.p99_ns),
+            *_share_and_bar(group.total_ns, summary.elapsed_ns),
         )
-    if sum(group.total_ns for group in groups) > elapsed_ns:
-        table.caption = "steps overlap, so their times add up to more than the run's"
-        table.caption_justify = "left"
     return table
 
 
-def _thread_table(thread: ThreadSummary) -> Table:
-    rank = f" {thread.rank}" if thread.rank else ""
+def _label_table(summary: RunSummary) -> Table:
+    groups = summary.steps_by_label
+    shown: list[StepGroup] = groups[:_MAX_LABELS]
+    title = "Steps by label"
+    if len(groups) > len(shown):
+        title += f": the {len(shown)} of {len(groups):,} that took most time in all"
+    table = _table(title, "<label", "count", "p50 ms", "p99 ms", "of run")
+    for group in shown:
+        table.add_row(
+            group.name,
+            f"{group.durations.count:,}",
+            _ms(group.durations.p50_ns),
+            _ms(group.durations.p99_ns),
+            _share(group.total_ns, summary.elapsed_ns),
+        )
+    return table
+
+
+def _phase_table(summary: RunSummary) -> Table:
     table = _table(
-        f"Phases of {thread.role}{rank}, {thread.name}",
-        "phase",
-        "count",
-        "total ms",
-        "in steps ms",
-        "of steps",
+        "Phases by thread",
+        *("<thread", "<phase", "count", "total ms", "in steps ms", "of steps", "<"),
     )
+    for number, thread in enumerate(summary.threads):
+        if thread.steps_ns and number:
+            table.add_section()
+        _add_thread(table, thread)
+    return table
+
+
+def _add_thread(table: Table, thread: ThreadSummary) -> None:
+    """Add a thread's phases, and where it has steps what no phase explains."""
+    name = f"{thread.name} {thread.rank}" if thread.rank else thread.name
     for phase in thread.phases:
         table.add_row(
+            name,
             phase.name,
             f"{phase.count:,}",
             _ms(phase.total_ns),
             *_in_steps(phase.in_steps_ns, thread.steps_ns),
         )
+        name = ""
+    # Threads without steps have few phases; they share a section.
     if thread.steps_ns:
+        table.add_row(
+            *("", "unexplained", "", ""),
+            *_in_steps(thread.unexplained_ns, thread.steps_ns),
+            style="yellow",
+        )
+        table.add_row(
+            "", "all steps", "", "", *_in_steps(thread.steps_ns, thread.steps_ns)[:2], style="dim"
+        )
         table.add_section()
-        table.add_row("unexplained", "", "", *_in_steps(thread.unexplained_ns, thread.steps_ns))
-        table.add_row("steps", "", "", *_in_steps(thread.steps_ns, thread.steps_ns))
-    return table
 
 
-def _in_steps(duration_ns: int, steps_ns: int) -> tuple[str, str]:
-    return (_ms(duration_ns), _share(duration_ns, steps_ns)) if steps_ns else ("", "")
+def _in_steps(duration_ns: int, steps_ns: int) -> tuple[RenderableType, ...]:
+    if not steps_ns:
+        return "", "", ""
+    return (_ms(duration_ns), *_share_and_bar(duration_ns, steps_ns))
 
 
 def _cache_table(summary: RunSummary) -> Table:
     prefix, pool, preemptions = summary.prefix, summary.pool, summary.preemptions
-    table = _table("Cache and admission", "what", "count", "share")
-    table.add_row(
-        "prefix tokens hit, first admission",
-        f"{prefix.hit_tokens:,} of {prefix.query_tokens:,}",
-        _share(prefix.hit_tokens, prefix.query_tokens),
-    )
-    table.add_row(
-        "prefix tokens hit, after preemption",
-        f"{prefix.preempted_hit_tokens:,} of {prefix.preempted_query_tokens:,}",
-        _share(prefix.preempted_hit_tokens, prefix.preempted_query_tokens),
-    )
-    for name, peak in (
-        ("most blocks used", pool.peak_used),
-        ("most blocks cached and free", pool.peak_cached_free),
-        ("most blocks free", pool.peak_free),
-    ):
-        table.add_row(name, f"{peak:,} of {pool.num_blocks:,}", _share(peak, pool.num_blocks))
-    table.add_row("blocks evicted", f"{pool.num_evicted:,}", "")
-    table.add_row(
-        "preemptions",
-        f"{preemptions.count:,}",
-        f"{preemptions.tokens_lost:,} tokens lost" if preemptions.count else "",
-    )
-    for reason, count in summary.admission_stops.items():
-        table.add_row(
-            f"steps that stopped admission: {reason}",
-            f"{count:,}",
-            _share(count, summary.num_steps),
+    table = _table("Cache and admission", "<what", "count", "of", "share")
+
+    def add(name: str, count: int, whole: int) -> None:
+        table.add_row(name, f"{count:,}", f"{whole:,}", _share(count, whole))
+
+    add("prompt tokens found in the prefix cache", prefix.hit_tokens, prefix.query_tokens)
+    if preemptions.count:
+        add(
+            "tokens found in it after a preemption",
+            prefix.preempted_hit_tokens,
+            prefix.preempted_query_tokens,
         )
+    add("KV blocks used, at most", pool.peak_used, pool.num_blocks)
+    add("KV blocks cached and free, at most", pool.peak_cached_free, pool.num_blocks)
+    table.add_row("cached blocks evicted", f"{pool.num_evicted:,}")
+    table.add_row("preemptions", f"{preemptions.count:,}")
+    if preemptions.count:
+        table.add_row("tokens lost to them", f"{preemptions.tokens_lost:,}")
+    for reason, count in summary.admission_stops.items():
+        add(f"steps that stopped admission: {reason}", count, summary.num_steps)
     return table
 
 
 def _request_table(summary: RunSummary) -> Table:
     requests = summary.requests
-    reasons = ", ".join(f"{count} {name}" for name, count in requests.by_finish_reason.items())
+    reasons = ", ".join(f"{count:,} {name}" for name, count in requests.by_finish_reason.items())
     table = _table(
-        f"{requests.count:,} requests ({reasons}), "
-        f"{requests.num_prompt_tokens:,} prompt tokens ({requests.num_cached_tokens:,} cached), "
-        f"{requests.num_generation_tokens:,} output tokens",
-        "interval",
-        "count",
-        "mean ms",
-        "p50 ms",
-        "p99 ms",
-        "max ms",
+        f"Requests: {requests.count:,} ({reasons})",
+        *("<interval", "count", "mean ms", "p50 ms", "p99 ms", "max ms"),
+        caption=(
+            f"{requests.num_prompt_tokens:,} prompt tokens, {requests.num_cached_tokens:,} of them "
+            f"cached; {requests.num_generation_tokens:,} output tokens"
+        ),
     )
     intervals: dict[str, Quantiles] = {
-        "time to first token": requests.ttft,
-        "between tokens (mean of a request)": requests.inter_token,
-        "end to end": requests.e2e,
         "queue": requests.queue,
         "prefill": requests.prefill,
         "decode": requests.decode,
         "preempted": requests.preempted,
+        "time to first token": requests.ttft,
+        "between tokens, mean of each": requests.inter_token,
+        "end to end": requests.e2e,
     }
     for name, interval in intervals.items():
         table.add_row(
@@ -182,15 +266,23 @@ def _request_table(summary: RunSummary) -> Table:
             _ms(interval.p99_ns),
             _ms(interval.max_ns),
         )
+        if interval is requests.preempted:
+            table.add_section()
     return table
 
 
+def _share_and_bar(part: float, whole: float) -> tuple[RenderableType, RenderableType]:
+    share = part / whole if whole else 0.0
+    return _share(part, whole), _Bar(0, min(share, 1.0)) if share >= _MIN_BAR else ""
+
+
 def _ms(duration_ns: float) -> str:
-    return f"{duration_ns * 1e-6:,.3f}"
+    duration_ms = duration_ns * 1e-6
+    return f"{duration_ms:,.1f}" if duration_ms >= 10 else f"{duration_ms:,.3f}"
 
 
 def _seconds(duration_ns: float) -> str:
-    return f"{duration_ns * 1e-9:,.3f}"
+    return f"{duration_ns * 1e-9:,.3f} s"
 
 
 def _share(part: float, whole: float) -> str:

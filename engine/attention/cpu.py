@@ -28,8 +28,9 @@ from engine.attention.base import AttentionBackend, AttentionShape, BatchLayout
 # Rows of a decode group may be padded to this multiple of their true tokens, plus a little.
 MAX_PADDING_RATIO = 1.3
 FREE_PADDING_TOKENS = 64
-# Tokens gathered at once; bounds the scratch buffer for rows in generation.
-MAX_GROUP_TOKENS = 65536
+# Tokens gathered at once, so that they are still in the cache when they are attended to (64 rows
+# of 1000 tokens, one core: 12.9 ms a layer in groups of 8 rows, 19.7 ms in one).
+MAX_GROUP_TOKENS = 8192
 # Chunks of at least this many tokens behind a cached context are merged from two calls.
 MIN_MERGE_TOKENS = 1024
 

@@ -108,7 +108,7 @@ class Scheduler:
 
     def finish_requests(self, request_ids: Iterable[str], reason: FinishReason) -> list[Request]:
         """End requests from outside, in whatever state they are; unknown ids are ignored."""
-        ended = [self.requests[i] for i in request_ids if i in self.requests]
+        ended = [self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests]
         for request in ended:
             self._dequeue(request)
             self._finish(request, reason)

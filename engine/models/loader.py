@@ -8,6 +8,7 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.locate import ModelSource
+from engine.layers.memory import keep_freed_memory
 from engine.models.base import CausalLM
 from engine.models.registry import model_class
 
@@ -33,6 +34,8 @@ def load_model(
         CheckpointError: a weight is missing, unexpected, cut off or of the wrong shape.
         UnsupportedModelError: no class runs this architecture, or it needs a missing feature.
     """
+    if device.type == "cpu":
+        keep_freed_memory()
     build = model_class(config, is_gguf=source.is_gguf)
     with torch.inference_mode(), _single_threaded():
         model = build.load(source, config, backend=attention_backend, dtype=dtype, device=device)

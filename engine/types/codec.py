@@ -40,9 +40,10 @@ class MessageEncoder:
         raise TypeError(f"{type(value).__name__} cannot cross the process boundary")
 
     def _put(self, kind: str, array: np.ndarray, dtype: str | None = None) -> list[Any]:
+        shape = list(array.shape)  # ascontiguousarray would give a scalar one dimension
         array = np.ascontiguousarray(array)
         self._frames.append(array.reshape(-1).view(np.uint8).data if array.size else b"")
-        return [kind, dtype or array.dtype.str, list(array.shape), len(self._frames) - 1]
+        return [kind, dtype or array.dtype.str, shape, len(self._frames) - 1]
 
     def _put_tensor(self, tensor: Any) -> list[Any]:
         import torch
@@ -67,6 +68,8 @@ class MessageDecoder(Generic[T]):
         Raises:
             msgspec.DecodeError: the frames are not such a message.
         """
+        if not frames:
+            raise msgspec.DecodeError("a message without frames")
         self._frames = frames
         try:
             return self._decoder.decode(frames[0])
@@ -76,14 +79,22 @@ class MessageDecoder(Generic[T]):
     def _insert(self, kind: type, value: Any) -> Any:
         try:
             tag, dtype, shape, number = value
+            if number < 1:
+                raise IndexError(f"frame {number} holds no array")
             data = self._frames[number]
-        except (TypeError, ValueError, IndexError) as error:
-            raise msgspec.ValidationError(f"{value!r} stands for no array") from error
-        if tag == "numpy":
-            return np.frombuffer(data, dtype=dtype).reshape(shape)
-        if tag == "torch":
-            import torch
-
-            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            return flat.view(getattr(torch, dtype)).reshape(shape)
+            if tag == "numpy":
+                return np.frombuffer(data, dtype=dtype).reshape(shape)
+            if tag == "torch":
+                return _tensor(data, dtype, shape)
+        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            raise msgspec.ValidationError(f"{value!r} stands for no array: {error}") from error
         raise msgspec.ValidationError(f"unknown array kind {tag!r} for {kind.__name__}")
+
+
+def _tensor(data: Frame, dtype: str, shape: list[int]) -> Any:
+    import torch
+
+    element = getattr(torch, dtype)
+    if not len(data):
+        return torch.empty(0, dtype=element).reshape(shape)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(element).reshape(shape)

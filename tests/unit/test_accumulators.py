@@ -76,7 +76,8 @@ def test_usual_series_are_there_at_zero_and_unknown_ones_are_bounded() -> None:
     for number in range(1000):
         family.add(1, f"reason {number}")
     series = family.snapshot({"engine": "0"})
-    assert len(series) <= 65 and sum(metric.value for metric in series) == 1000
+    assert len(series) <= 65
+    assert sum(metric.value for metric in series) == 1000
     assert {metric.labels["engine"] for metric in series} == {"0"}
 
 
@@ -100,13 +101,15 @@ def test_histogram_against_counting_by_hand(info: names.MetricInfo) -> None:
         family.observe(value)
     family.observe(-1)
     [histogram] = family.snapshot({})
-    assert histogram.count == len(values) and family.num_negative == 1
+    assert histogram.count == len(values)
+    assert family.num_negative == 1
     assert histogram.sum == to_base(sum(values))
     ordered = sorted(values)
     for bound in info.buckets:
         expected = bisect.bisect_right(ordered, from_base(bound))
         assert histogram.buckets[repr(bound)] == expected
-    assert list(histogram.buckets)[-1] == "+Inf" and histogram.buckets["+Inf"] == len(values)
+    assert list(histogram.buckets)[-1] == "+Inf"
+    assert histogram.buckets["+Inf"] == len(values)
 
 
 # The catalogue.
@@ -115,13 +118,15 @@ def test_histogram_against_counting_by_hand(info: names.MetricInfo) -> None:
 def test_catalogue_is_well_formed() -> None:
     for info in names.METRICS.values():
         assert re.fullmatch(r"isinglass_[a-z][a-z0-9_]*", info.name)
-        assert info.help and not info.help.endswith(".")
+        assert info.help
+        assert not info.help.endswith(".")
         assert (info.kind is names.MetricKind.COUNTER) == info.name.endswith("_total")
         assert bool(info.buckets) == (info.kind is names.MetricKind.HISTOGRAM)
         assert list(info.buckets) == sorted(set(info.buckets))
         if info.unit is names.Unit.SECONDS:
             assert "_seconds" in info.name
-    assert names.SECONDS_BUCKETS[0] < 0.001 and names.SECONDS_BUCKETS[-1] >= 3600
+    assert names.SECONDS_BUCKETS[0] < 0.001
+    assert names.SECONDS_BUCKETS[-1] >= 3600
 
 
 # Metrics from records.
@@ -186,11 +191,42 @@ def test_metrics_of_steps_add_up_to_the_records() -> None:
                 snapshot, f"prefix_cache_{what}_tokens_total", admission=admission
             ) == sum(getattr(step, f"{prefix}prefix_{what}_tokens") for step in steps)
     for kind in names.STEP_KINDS:
-        histogram = histogram_of(snapshot, "step_duration_seconds", kind=kind)
+        histogram = histogram_of(snapshot, "step_tokens", kind=kind)
         assert histogram.count == number_of(snapshot, "steps_total", kind=kind) > 0
     assert number_of(snapshot, "phase_seconds_total", phase="update") == pytest.approx(500e-9 * 200)
     assert number_of(snapshot, "requests_running") == steps[-1].num_running
     assert number_of(snapshot, "kv_blocks", state="used") == steps[-1].num_blocks_used
+
+
+def test_duration_of_steps_is_the_workers() -> None:
+    chance = random.Random(29)
+    metrics = Metrics()
+    expected: dict[str, list[int]] = {kind: [] for kind in names.STEP_KINDS}
+    now_ns = 0
+    for step in range(300):
+        kind = chance.choice(names.STEP_KINDS)
+        record = WorkerStepRecord(
+            step=step,
+            begin_ns=now_ns,
+            end_ns=now_ns + chance.randint(1, 10**9),
+            num_context_requests=int(kind != "generation"),
+            num_generation_requests=int(kind != "context"),
+        )
+        # The core's step begins one step earlier and so spans two of the worker's.
+        metrics.observe_step(
+            StepRecord(step=step, begin_ns=max(0, now_ns - 10**9), end_ns=record.end_ns)
+        )
+        metrics.observe_worker_step(record)
+        expected[kind].append(record.end_ns - record.begin_ns)
+        now_ns = record.end_ns
+    snapshot = metrics.snapshot()
+    total_s = 0.0
+    for kind, durations_ns in expected.items():
+        histogram = histogram_of(snapshot, "step_duration_seconds", kind=kind)
+        assert histogram.count == len(durations_ns) > 0
+        assert histogram.sum == pytest.approx(sum(durations_ns) * 1e-9)
+        total_s += histogram.sum
+    assert total_s == pytest.approx(now_ns * 1e-9)
 
 
 def test_metrics_of_worker_steps_and_io_threads() -> None:
@@ -336,7 +372,7 @@ def test_defective_values_neither_raise_nor_vanish() -> None:
         request_id="r", arrival_ns=500, first_scheduled_ns=100, last_token_ns=50, preemptions=[]
     )
     metrics.observe_request(timeline)
-    metrics.observe_step(StepRecord(step=1, begin_ns=10, end_ns=0))
+    metrics.observe_worker_step(WorkerStepRecord(step=1, begin_ns=10, end_ns=0))
     assert number_of(metrics.snapshot(), "telemetry_negative_values_total") >= 2
 
 
@@ -413,6 +449,7 @@ def test_console_is_silent_when_idle_after_one_last_line() -> None:
         clock.advance(1_000_000_000)
         console.tick()
     assert len(lines) == 2
-    assert "generation throughput: 1.0" in lines[0] and "throughput: 0.0" in lines[1]
+    assert "generation throughput: 1.0" in lines[0]
+    assert "throughput: 0.0" in lines[1]
     with pytest.raises(ValueError, match="must be above 0"):
         ConsoleStatus(interval_s=0)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import instrumentation
 from instrumentation import (
     NULL,
     Event,
@@ -126,8 +127,11 @@ def test_null_shares_one_span_and_returns_nothing() -> None:
     record = a_step()
     through_one_step(NULL, record)
     NULL.event(Event.PREEMPT, "a", value=3)
-    assert record.phases == () and not NULL.enabled
-    assert NULL.for_thread("x") is NULL and NULL.flush() and NULL.phase_totals_ns() == {}
+    assert record.phases == ()
+    assert not NULL.enabled
+    assert NULL.for_thread("x") is NULL
+    assert NULL.flush()
+    assert NULL.phase_totals_ns() == {}
 
 
 @pytest.mark.parametrize("obs", [NULL, Recorder(), LiveInstrument(ThreadName.CORE_LOOP)])
@@ -147,6 +151,20 @@ def test_narrow_import_is_light_and_knows_nothing_of_the_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_exported_name_is_there_and_those_of_the_frontend_load_late() -> None:
+    for name in instrumentation.__all__:
+        assert getattr(instrumentation, name).__module__.startswith(("instrumentation", "typing"))
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = instrumentation.Nothing
+    code = (
+        "import sys, instrumentation; late = 'instrumentation.metrics'; "
+        "assert late not in sys.modules; instrumentation.Metrics().snapshot(); "
+        "assert late in sys.modules; print(instrumentation.ConsoleStatus.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "ConsoleStatus"
 
 
 # Groups and records.
@@ -264,9 +282,11 @@ def test_full_ring_drops_the_new_and_counts() -> None:
     ring = Ring(4, name="x", native_id=1)
     for number in range(10):
         ring.append(number)
-    assert ring.take() == [0, 1, 2, 3] and ring.num_dropped == 6
+    assert ring.take() == [0, 1, 2, 3]
+    assert ring.num_dropped == 6
     ring.append(10)
-    assert ring.take() == [10] and ring.num_dropped == 6
+    assert ring.take() == [10]
+    assert ring.num_dropped == 6
 
 
 def test_ring_loses_nothing_between_two_threads() -> None:
@@ -286,7 +306,8 @@ def test_ring_loses_nothing_between_two_threads() -> None:
     is_done.set()
     thread.join()
     assert len(taken) + ring.num_dropped == num_entries
-    assert taken == sorted(taken) and len(set(taken)) == len(taken)
+    assert taken == sorted(taken)
+    assert len(set(taken)) == len(taken)
 
 
 def test_threads_keep_their_own_order_and_track() -> None:
@@ -346,7 +367,8 @@ def test_failing_sink_is_logged_once_detached_and_counted(
             obs.step(a_step(step))
             assert obs.flush()
         obs.close()
-    assert len(caplog.records) == 1 and method in caplog.text
+    assert len(caplog.records) == 1
+    assert method in caplog.text
     assert [record.step for _, record in good.records if isinstance(record, StepRecord)] == [
         *range(4)
     ]

@@ -99,7 +99,8 @@ def test_round_trip(tmp_path: Path, seed: int) -> None:
     records = some_records(seed)
     write_all(tmp_path / "a.journal", records)
     journal = read_journal(tmp_path / "a.journal")
-    assert journal.frames == records and not journal.is_truncated
+    assert journal.frames == records
+    assert not journal.is_truncated
 
 
 def test_every_cut_leaves_the_whole_frames_before_it(tmp_path: Path) -> None:
@@ -126,7 +127,8 @@ def test_garbage_at_the_end_does_not_matter(tmp_path: Path) -> None:
     for seed in range(50):
         path.write_bytes(whole + random.Random(seed).randbytes(40))
         journal = read_journal(path)
-        assert journal.frames[: len(records)] == records and journal.is_truncated
+        assert journal.frames[: len(records)] == records
+        assert journal.is_truncated
 
 
 @pytest.mark.parametrize("payload", [b"\xff\xff\xff", b"\x91\x63", b"\xc0"])
@@ -138,7 +140,8 @@ def test_a_frame_that_is_no_record_ends_the_journal(tmp_path: Path, payload: byt
     frame = len(payload).to_bytes(4, "little") + b"\0\0" + payload
     path.write_bytes(whole + frame + whole[len(MAGIC) :])
     journal = read_journal(path)
-    assert journal.frames == records and journal.is_truncated
+    assert journal.frames == records
+    assert journal.is_truncated
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -240,4 +243,6 @@ def test_journals_of_older_versions_stay_readable() -> None:
     )
     shorter = msgspec.msgpack.encode(full[:12])
     record = msgspec.msgpack.decode(shorter, type=Record)
-    assert isinstance(record, StepRecord) and record.step == 3 and record.scheduled == ()
+    assert isinstance(record, StepRecord)
+    assert record.step == 3
+    assert record.scheduled == ()

@@ -90,20 +90,24 @@ def load(data: bytes) -> Loaded:
         else:
             assert packet.sequence_flags == 2, "later packets need the state"
         for entry in packet.interned_data.event_names:
-            assert entry.iid not in names[sequence] and entry.iid > 0
+            assert entry.iid not in names[sequence]
+            assert entry.iid > 0
             assert entry.name not in names[sequence].values(), "interned once"
             names[sequence][entry.iid] = entry.name
         if packet.HasField("track_descriptor"):
             descriptor = packet.track_descriptor
-            assert descriptor.uuid and descriptor.uuid not in loaded.tracks
+            assert descriptor.uuid
+            assert descriptor.uuid not in loaded.tracks
             assert not descriptor.parent_uuid or descriptor.parent_uuid in loaded.tracks
             loaded.tracks[descriptor.uuid] = descriptor
         if packet.HasField("track_event"):
-            assert packet.timestamp_clock_id == 3 and packet.timestamp > 0
+            assert packet.timestamp_clock_id == 3
+            assert packet.timestamp > 0
             event = packet.track_event
             assert event.track_uuid in loaded.tracks, "described before it is used"
             has_name = event.type in (BEGIN, INSTANT)
-            assert bool(event.name_iid) == has_name and not event.name
+            assert bool(event.name_iid) == has_name
+            assert not event.name
             name = names[sequence][event.name_iid] if has_name else ""
             events.append((packet.timestamp, name, event))
     loaded.sequences = set(names)
@@ -116,12 +120,14 @@ def check_tracks(loaded: Loaded) -> None:
     descriptors = loaded.tracks.values()
     pids = [one.process.pid for one in descriptors if one.HasField("process")]
     tids = [(one.thread.pid, one.thread.tid) for one in descriptors if one.HasField("thread")]
-    assert len(set(pids)) == len(pids) and len(set(tids)) == len(tids)
+    assert len(set(pids)) == len(pids)
+    assert len(set(tids)) == len(tids)
     assert {pid for pid, _ in tids} <= set(pids)
     for one in descriptors:
         assert bool(one.parent_uuid) != one.HasField("process"), "all but processes have a parent"
         if one.HasField("counter"):
-            assert one.counter.unit == proto.CounterDescriptor.UNIT_COUNT and one.name
+            assert one.counter.unit == proto.CounterDescriptor.UNIT_COUNT
+            assert one.name
 
 
 def replay(loaded: Loaded, events: list[tuple[int, str, Any]]) -> None:
@@ -186,6 +192,28 @@ def test_processes_and_threads(traced: Traced) -> None:
     assert threads == {"caller", "core loop", "worker"}
 
 
+def test_tracks_are_in_reading_order(traced: Traced) -> None:
+    run, loaded = traced
+
+    def names_under(parent: int) -> list[str]:
+        children = [one for one in loaded.tracks.values() if one.parent_uuid == parent]
+        assert not parent or loaded.tracks[parent].child_ordering == proto.TrackDescriptor.EXPLICIT
+        children.sort(key=lambda one: one.sibling_order_rank)
+        return [loaded.track_name(one.uuid) for one in children]
+
+    assert names_under(0) == ["Caller", "EngineCore"]
+    uuids = {loaded.track_name(uuid): uuid for uuid in loaded.tracks}
+    assert names_under(uuids["Caller"]) == ["start-up", "caller", "requests"]
+    core = [name.removesuffix(" (2)") for name in names_under(uuids["EngineCore"])]
+    threads = [name for name in dict.fromkeys(core) if name != "steps"]
+    assert threads[:3] == ["start-up", "core loop", "worker"]
+    assert threads[3] == "running requests"
+    assert set(threads[3:]) == set(loaded.counters)
+    assert names_under(uuids["requests"]) == [
+        f"request {timeline.request_id}" for timeline in run.timelines
+    ]
+
+
 def step_slices(loaded: Loaded, thread: str) -> dict[int, Drawn]:
     found = {}
     for piece in loaded.slices:
@@ -226,7 +254,8 @@ def test_every_phase_has_its_true_times(traced: Traced) -> None:
         for piece in loaded.slices
         if piece.name in labels and not loaded.track_name(piece.track).startswith("request ")
     )
-    assert drawn == phases_of(run.folder) and drawn.total() > 50
+    assert drawn == phases_of(run.folder)
+    assert drawn.total() > 50
 
 
 def test_phases_nest_in_their_steps(traced: Traced) -> None:
@@ -235,7 +264,8 @@ def test_phases_nest_in_their_steps(traced: Traced) -> None:
         later.begin_ns < step.end_ns for step, later in zip(run.steps, run.steps[1:], strict=False)
     )
     worker_phases = loaded.named("prepare", "forward", "logits", "sample", "readback")
-    assert worker_phases and all(piece.depth == 1 for piece in worker_phases)
+    assert worker_phases
+    assert all(piece.depth == 1 for piece in worker_phases)
     core_steps = step_slices(loaded, "core").values()
     tracks = {loaded.track_name(piece.track) for piece in core_steps}
     assert tracks == ({"steps", "steps (2)"} if is_async else {"core loop"})
@@ -275,8 +305,10 @@ def test_events_and_startup(traced: Traced) -> None:
     run, loaded = traced
     assert len(loaded.instants) == run.num_events > 0
     for name, time_ns, arguments in loaded.instants:
-        assert name == "preempt" and time_ns > 0
-        assert arguments["request_id"].startswith("request-") and arguments["value"] > 0
+        assert name == "preempt"
+        assert time_ns > 0
+        assert arguments["request_id"].startswith("request-")
+        assert arguments["value"] > 0
     startups = [piece for piece in loaded.slices if loaded.track_name(piece.track) == "start-up"]
     assert len(startups) == run.num_startups
 
@@ -338,7 +370,8 @@ def test_flows_lead_from_steps_to_the_worker(traced: Traced) -> None:
         assert core_slices[step].begin_ns <= piece.begin_ns
     all_flows = Counter(flow for piece in loaded.slices for flow in piece.flows)
     ended = Counter(flow for piece in loaded.slices for flow in piece.ending_flows)
-    assert set(all_flows) == set(ended) and max(ended.values()) == 1
+    assert set(all_flows) == set(ended)
+    assert max(ended.values()) == 1
 
 
 def test_killed_runs_rebuild_what_was_in_flight(tmp_path: Path) -> None:
@@ -375,8 +408,10 @@ def test_a_lost_frontend_leaves_finished_requests_finished(tmp_path: Path) -> No
     timelines = request_timelines(read_run(run.folder))
     assert len(timelines) == len(run.timelines)
     for timeline, truth in zip(timelines, run.timelines, strict=True):
-        assert timeline.is_complete and timeline.error is None
-        assert timeline.e2e_ns == truth.e2e_ns and timeline.prefill_ns == truth.prefill_ns
+        assert timeline.is_complete
+        assert timeline.error is None
+        assert timeline.e2e_ns == truth.e2e_ns
+        assert timeline.prefill_ns == truth.prefill_ns
     loaded = load(write_perfetto(run.folder).read_bytes())
     assert len(loaded.named("queued")) == len(run.timelines)
 
@@ -392,7 +427,9 @@ def test_files_of_two_runs_can_be_joined(tmp_path: Path) -> None:
         lambda packet: packet.track_descriptor.uuid,
     ):
         first, second = ({get(packet) for packet in trace.packet} - {0} for trace in traces)
-        assert first and second and not first & second
+        assert first
+        assert second
+        assert not first & second
     joined = proto.Trace.FromString(data[0] + data[1])
     assert len(joined.packet) == sum(len(trace.packet) for trace in traces)
 

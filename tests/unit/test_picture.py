@@ -1,0 +1,205 @@
+"""The picture, parsed back: well-formed, every slice of the window in it, and the same each time."""
+
+import argparse
+import random
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from instrumentation.labels import format_step_label
+from tests.unit.synthetic_run import write_synthetic_run
+from traces.cli import add_trace_commands
+from traces.journal_reader import read_run
+from traces.picture import WIDTH, write_picture
+from traces.picture_window import LEFT, MAX_REQUESTS, RIGHT, Window, ticks
+from traces.request_slices import request_slices
+from traces.requests import request_timelines
+
+SVG = "{http://www.w3.org/2000/svg}"
+THREADS = ("caller", "core loop", "worker")
+
+
+def parse(path: Path) -> ElementTree.Element:
+    return ElementTree.fromstring(path.read_text(encoding="utf-8"))
+
+
+def slices(root: ElementTree.Element, kind: str) -> list[ElementTree.Element]:
+    return [one for one in root.iter(f"{SVG}rect") if one.get("class") == f"slice {kind}"]
+
+
+def names(elements: list[ElementTree.Element]) -> Counter[str]:
+    tips = [one.findtext(f"{SVG}title") or "" for one in elements]
+    return Counter(tip.partition(":")[0] for tip in tips)
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return [one.text or "" for one in root.iter(f"{SVG}text")]
+
+
+def run_command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_trace_commands(parser.add_subparsers())
+    parsed = parser.parse_args(["trace", "picture", *arguments])
+    return parsed.handler(parsed)
+
+
+@pytest.mark.parametrize(("is_async", "is_killed"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("share", [(0.0, 1.0), (0.2, 0.6), (-0.1, 1.2)])
+def test_every_slice_of_the_window_is_drawn_once(
+    tmp_path: Path, is_async: bool, is_killed: bool, share: tuple[float, float]
+) -> None:
+    write_synthetic_run(tmp_path, seed=11, is_async=is_async, is_killed=is_killed)
+    run = read_run(tmp_path)
+    zero_ns = run.steps[0].begin_ns
+    length_ns = max(step.end_ns for step in run.steps) - zero_ns
+    begin_ms, end_ms = (part * length_ns / 1e6 for part in share)
+    begin_ns, end_ns = (zero_ns + round(bound * 1e6) for bound in (begin_ms, end_ms))
+
+    def shows(one_begin_ns: int, one_end_ns: int) -> bool:
+        return one_begin_ns < end_ns and one_end_ns > begin_ns
+
+    path = write_picture(tmp_path, tmp_path / "a.svg", begin_ms=begin_ms, end_ms=end_ms)
+    root = parse(path)
+    assert names(slices(root, "step")) == Counter(
+        format_step_label(step.label)
+        for step in run.worker_steps
+        if shows(step.begin_ns, step.end_ns)
+    )
+    phases = Counter(
+        span.phase.label
+        for _, thread in run.threads()
+        for span in thread.phase_spans()
+        if thread.name in THREADS and shows(span.begin_ns, span.end_ns)
+    )
+    assert names(slices(root, "phase")) == phases
+    assert phases.keys() < set(texts(root))
+    shown = [text.removeprefix("request ") for text in texts(root) if text.startswith("request ")]
+    timelines = {one.request_id: one for one in request_timelines(run)}
+    showing = [
+        one
+        for one in timelines.values()
+        if shows(one.arrival_ns, max(one.end_ns, one.delivered_ns))
+    ]
+    assert len(set(shown)) == len(shown) == min(MAX_REQUESTS, len(showing))
+    assert len(showing) > MAX_REQUESTS
+    assert names(slices(root, "request")) == Counter(
+        piece.name
+        for request_id in shown
+        for piece in request_slices(timelines[request_id])
+        if shows(piece.begin_ns, piece.end_ns)
+    )
+    assert len([one for one in root.iter(f"{SVG}path") if one.get("class") == "counter"]) == 2
+    for one in root.iter(f"{SVG}rect"):
+        if (one.get("class") or "").startswith("slice"):
+            x, width = float(one.get("x", "nan")), float(one.get("width", "nan"))
+            assert x >= LEFT
+            assert x + width <= RIGHT + 1
+
+
+def test_slices_lie_where_their_times_say(tmp_path: Path) -> None:
+    write_synthetic_run(tmp_path, seed=12, num_requests=3)
+    run = read_run(tmp_path)
+    root = parse(write_picture(tmp_path, tmp_path / "a.svg"))
+    zero_ns, end_ns = run.steps[0].begin_ns, max(step.end_ns for step in run.steps)
+    scale = (RIGHT - LEFT) / (end_ns - zero_ns)
+    drawn = slices(root, "step")
+    assert len(drawn) == len(run.worker_steps)
+    for one, step in zip(drawn, run.worker_steps, strict=True):
+        assert float(one.get("x", "nan")) == pytest.approx(
+            LEFT + (step.begin_ns - zero_ns) * scale, abs=0.01
+        )
+        assert float(one.get("width", "nan")) == pytest.approx(
+            (step.end_ns - step.begin_ns) * scale, abs=0.8
+        )
+
+
+def test_queue_prefill_and_decode_are_called_out_with_the_requests_own_times(
+    tmp_path: Path,
+) -> None:
+    write_synthetic_run(tmp_path, seed=13, num_requests=6)
+    run = read_run(tmp_path)
+    begin_ms = (run.timelines[0].arrival_ns - run.steps[0].begin_ns) / 1e6
+    root = parse(write_picture(tmp_path, tmp_path / "a.svg", begin_ms=begin_ms))
+    assert len([one for one in root.iter(f"{SVG}path") if one.get("class") == "arrow"]) == 3
+    headings = [
+        (
+            f"queue {one.queue_ns / 1e6:.0f} ms",
+            f"prefill {one.prefill_ns / 1e6:.0f} ms",
+            f"decode {one.decode_ns / 1e6:.0f} ms",
+        )
+        for one in run.timelines
+    ]
+    found = texts(root)
+    assert any(set(three) <= set(found) for three in headings)
+
+
+def test_same_run_same_picture_without_anything_from_outside(tmp_path: Path) -> None:
+    write_synthetic_run(tmp_path, seed=14)
+    first = write_picture(tmp_path, tmp_path / "a.svg").read_bytes()
+    assert write_picture(tmp_path, tmp_path / "b.svg").read_bytes() == first
+    text = first.decode()
+    for foreign in ("href", "url(", "<image", "<script", "@import", str(tmp_path)):
+        assert foreign not in text
+    assert text.count("http") == 1
+    assert f'width="{WIDTH}"' in text
+
+
+def test_a_run_without_a_worker_is_drawn_without_steps(tmp_path: Path) -> None:
+    write_synthetic_run(tmp_path, seed=15)
+    for journal in tmp_path.glob("caller.*"):
+        journal.unlink()
+    root = parse(write_picture(tmp_path, tmp_path / "a.svg"))
+    assert "caller" not in texts(root)
+    assert slices(root, "request")
+
+
+def test_ticks_are_round_and_within() -> None:
+    chance = random.Random(16)
+    for _ in range(500):
+        length_ns = chance.randint(6, 10 ** chance.randint(1, 13))
+        begin_ns = chance.randint(-(10**12), 10**12)
+        window = Window(0, begin_ns, begin_ns + length_ns)
+        found = ticks(window)
+        assert 5 <= len(found) <= 16
+        assert all(begin_ns <= one <= begin_ns + length_ns for one in found)
+        [step_ns] = {after - before for before, after in pairwise(found)}
+        assert str(step_ns).rstrip("0") in ("1", "2", "5")
+        assert not any(one % step_ns for one in found)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = tmp_path / "run", tmp_path / "x.svg"
+    write_synthetic_run(folder, seed=17)
+    bounds = ("--begin-ms", "1", "--end-ms", "4")
+    assert run_command(str(folder), "-o", str(out), *bounds) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    whole = write_picture(folder, tmp_path / "whole.svg")
+    assert 0 < len(slices(parse(out), "step")) < len(slices(parse(whole), "step"))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        (("--begin-ms", "4", "--end-ms", "4"), "is empty"),
+        (("--begin-ms", "nan"), "finite"),
+        (("--end-ms", "inf"), "finite"),
+    ],
+)
+def test_windows_that_show_nothing_fail_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bounds: tuple[str, ...], message: str
+) -> None:
+    write_synthetic_run(tmp_path, seed=18)
+    assert run_command(str(tmp_path), "-o", str(tmp_path / "x.svg"), *bounds) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.svg").exists()
+
+
+def test_a_run_without_steps_fails_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_synthetic_run(tmp_path, seed=19, num_requests=0)
+    assert run_command(str(tmp_path), "-o", str(tmp_path / "x.svg")) == 1
+    assert "holds no step" in capsys.readouterr().err
