@@ -7,6 +7,7 @@ KV blocks, a reduced context length) is never written back here: it comes back a
 """
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
@@ -258,13 +259,14 @@ def _check(name: str, value: Any, annotation: Any, rules: Mapping[str, Any]) -> 
     if isinstance(value, bool) and bool not in allowed or not isinstance(value, allowed):
         expected = " or ".join(kind.__name__ for kind in allowed)
         raise ConfigError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, got {value!r}")
     choices, low, high = rules["choices"], rules["minimum"], rules["maximum"]
     if choices and value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-    # `not >=` instead of `<`, so that NaN is refused too.
-    if low is not None and not value >= low:
+    if low is not None and value < low:
         raise ConfigError(f"{name} must be at least {low:g}, got {value!r}")
-    if high is not None and not value <= high:
+    if high is not None and value > high:
         raise ConfigError(f"{name} must be at most {high:g}, got {value!r}")
 
 

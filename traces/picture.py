@@ -167,7 +167,7 @@ class _Picture:
         )
         size = 10.5
         for text in texts:
-            if text_width(text, size, weight=600) + 3 <= width:
+            if text_width(text, size, weight=600) + 1 <= width:
                 ink = _INKS.get(fill, "#ffffff")
                 self._svg.text(
                     x + width / 2,
@@ -322,11 +322,11 @@ class _Picture:
         for name, colour in colours.items():
             if name not in self._names_seen:
                 continue
-            width = 0.9 * text_width(name, 10.5) + 22
+            width = text_width(name, 10) + 21
             if x + width > RIGHT:
                 x, self._y = LEFT, self._y + 16
             self._svg.rect(x, self._y, 10, 10, fill=colour, radius=2)
-            self._svg.text(x + 14, self._y + 9, name, size=10.5)
+            self._svg.text(x + 14, self._y + 9, name, size=10)
             x += width
         self._y += 17
 

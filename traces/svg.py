@@ -6,15 +6,14 @@ Knows markup and escaping. Does not know what is drawn. Equal calls give equal t
 from html import escape
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
-_WIDTH_OF_A_CHARACTER = 0.6
-_WIDTH_OF_A_BOLD_CHARACTER = 0.68
-"""Of the font size, on average, in one of the wider system fonts."""
+_NARROW, _WIDE = frozenset("fijlrt.,:;|()[]/ '"), frozenset("mwMW")
+_BOLD = 1.13
 
 
 def text_width(text: str, size: float, *, weight: int = 400) -> float:
-    """Estimate how wide a text is at most."""
-    share = _WIDTH_OF_A_BOLD_CHARACTER if weight > 400 else _WIDTH_OF_A_CHARACTER
-    return len(text) * size * share
+    """Estimate how wide a text is in one of the wider system fonts."""
+    shares = (0.4 if one in _NARROW else 0.95 if one in _WIDE else 0.63 for one in text)
+    return sum(shares) * size * (_BOLD if weight > 400 else 1)
 
 
 class Svg:

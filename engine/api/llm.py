@@ -21,10 +21,7 @@ from engine.frontend.observer import EngineObserver
 from engine.frontend.tokenizer import Tokenizer
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import RequestOutputKind, SamplingParams
-from instrumentation import ObservabilityConfig, Role
-from instrumentation.console import ConsoleStatus
-from instrumentation.metric_types import Metric
-from instrumentation.metrics import Metrics
+from instrumentation import ConsoleStatus, Metric, Metrics, ObservabilityConfig, Role
 from instrumentation.setup import setup
 
 Messages = Sequence[Mapping[str, Any]]

@@ -167,6 +167,8 @@ class Scheduler:
             if request.num_output_tokens == len(token_ids):
                 first_tokens.append(request.num)
                 output.times = request.times
+            elif request.num_preemptions:
+                output.times = request.times  # any output may turn out to hold a stop string
             if reason is not None:
                 finished.append(request.num)
                 self._dequeue(request)

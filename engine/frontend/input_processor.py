@@ -144,6 +144,8 @@ class InputProcessor:
             if text is not None and not isinstance(text, str):
                 raise PromptError(f"prompt must be a string, got {type(text).__name__}")
             if ids is None:
+                if text is None:
+                    raise PromptError("prompt and prompt_token_ids are both None; give one.")
                 return text, None, salt
             return text, self._check_ids(ids), salt
         if isinstance(prompt, str):
@@ -158,6 +160,8 @@ class InputProcessor:
                     f"prompt or prompt_token_ids; got {type(ids).__name__}"
                 )
             ids = ids.tolist()
+            if not isinstance(ids, list):
+                raise PromptError(f"a prompt must be a list of token ids, got the scalar {ids!r}")
         vocab_size = self._model.vocab_size
         for position, token_id in enumerate(ids):
             integral = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 
 from engine.frontend.output_processor import ProcessedOutputs
 from engine.types.messages import EngineCoreOutputs
-from instrumentation import RequestTimeline
-from instrumentation.console import ConsoleStatus
-from instrumentation.metrics import Metrics
+from instrumentation import ConsoleStatus, Metrics, RequestTimeline
 
 
 class EngineObserver:

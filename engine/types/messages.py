@@ -80,7 +80,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     times: CoreTimes | None = None
-    """Sent with the request's first token and with its last output."""
+    """Sent with the request's first token, with its last output, and with every output behind a
+    preemption, since a stop string may make the last one of it."""
     error: str | None = None
 
     @property

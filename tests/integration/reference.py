@@ -105,7 +105,11 @@ def count_ties(outputs: Sequence[Any], references: Sequence[GreedyReference]) ->
 def load_gguf_llama(path: Path) -> LlamaForCausalLM:
     """A Llama GGUF file as Transformers' model in float32, through the `gguf` package."""
     reader = gguf.GGUFReader(path)
-    facts = {name: field.contents() for name, field in reader.fields.items()}
+    facts = {
+        name: field.contents()
+        for name, field in reader.fields.items()
+        if name.startswith("llama.") or name.endswith("_token_id")
+    }
     config = LlamaConfig(
         vocab_size=facts["llama.vocab_size"],
         hidden_size=facts["llama.embedding_length"],

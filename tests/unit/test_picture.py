@@ -1,4 +1,4 @@
-"""The picture, parsed back: well-formed, every slice of the window in it, and the same each time."""
+"""The picture, parsed back: well-formed, with every slice of the window, the same each time."""
 
 import argparse
 import random
@@ -13,7 +13,7 @@ from instrumentation.labels import format_step_label
 from tests.unit.synthetic_run import write_synthetic_run
 from traces.cli import add_trace_commands
 from traces.journal_reader import read_run
-from traces.picture import WIDTH, write_picture
+from traces.picture import WIDTH, draw, write_picture
 from traces.picture_window import LEFT, MAX_REQUESTS, RIGHT, Window, ticks
 from traces.request_slices import request_slices
 from traces.requests import request_timelines
@@ -147,12 +147,17 @@ def test_same_run_same_picture_without_anything_from_outside(tmp_path: Path) -> 
     assert f'width="{WIDTH}"' in text
 
 
-def test_a_run_without_a_worker_is_drawn_without_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["caller", "worker"])
+def test_threads_that_left_nothing_are_left_out(tmp_path: Path, missing: str) -> None:
     write_synthetic_run(tmp_path, seed=15)
-    for journal in tmp_path.glob("caller.*"):
-        journal.unlink()
-    root = parse(write_picture(tmp_path, tmp_path / "a.svg"))
-    assert "caller" not in texts(root)
+    run = read_run(tmp_path)
+    for process in run.processes:
+        process.threads[:] = [one for one in process.threads if one.name != missing]
+    root = ElementTree.fromstring(draw(run))
+    assert [name for name in THREADS if name in texts(root)] == [
+        name for name in THREADS if name != missing
+    ]
+    assert bool(slices(root, "step")) == (missing != "worker")
     assert slices(root, "request")
 
 

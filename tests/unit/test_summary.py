@@ -182,9 +182,7 @@ def test_long_labels_and_numbers_keep_their_line(tmp_path: Path) -> None:
     summary = summarize(tmp_path)
     label = format_step_label(StepLabel(128, 8192, 128, 128))
     group = StepGroup(label, 9, 3_600 * 10**9, Quantiles(9_999, 1, 10**10, 10**10, 1))
-    summary = replace(
-        summary, elapsed_ns=4_000 * 10**9, steps_by_kind=[], steps_by_label=[group]
-    )
+    summary = replace(summary, elapsed_ns=4_000 * 10**9, steps_by_kind=[], steps_by_label=[group])
     text = rendered(summary, width=80)
     [line] = [line for line in text.splitlines() if line.startswith(f"{label} ")]
     assert line.split()[1:] == ["9,999", "10,000.0", "10,000.0", "90.0", "%"]

@@ -1,0 +1,68 @@
+"""What holds for every test: a clean environment before it, nothing left behind after it."""
+
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_GRACE_S = 3.0
+_PREFIXES = ("ISINGLASS_", "OTEL_")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A temporary folder of this session's own, so that what others leave is not taken for ours.
+
+    Its path is short, because sockets are made below it.
+    """
+    tmp_path_factory.getbasetemp()  # pytest's own folders stay where they are kept for a look
+    with tempfile.TemporaryDirectory(prefix="iso-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of the caller's shell reaches a test."""
+    for name in [name for name in os.environ if name.startswith(_PREFIXES)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(private_temporary_folder: Path) -> Iterator[None]:
+    """Fail a test that leaves an engine core or its socket folder.
+
+    Engines of fixtures with a wider scope were there before the test, and may stay.
+    """
+    before = _leftovers(private_temporary_folder)
+    yield
+    new = _leftovers(private_temporary_folder) - before
+    if new:
+        gc.collect()  # an engine in a reference cycle ends with the cycle
+    deadline = time.monotonic() + _GRACE_S
+    while new and time.monotonic() < deadline:
+        time.sleep(0.05)
+        new = _leftovers(private_temporary_folder) - before
+    assert not new, f"left behind by the test: {', '.join(sorted(new))}"
+
+
+def _leftovers(folder: Path) -> set[str]:
+    found = {f"folder {path.name}" for path in folder.glob("isinglass-*")}
+    own_pid = os.getpid()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name in parentheses may hold anything; the fields behind it do not.
+            state, parent_pid = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent_pid) != own_pid:
+                continue
+            arguments = (stat.parent / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it ended meanwhile
+        if b"EngineCore" in arguments or state == "Z":
+            found.add(f"process {stat.parent.name} (state {state})")
+    return found

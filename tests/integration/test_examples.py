@@ -1,0 +1,63 @@
+"""Every example and every code block of the README runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("[0-9]*.py"))
+README = (ROOT / "README.md").read_text()
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SHELL_BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+
+
+def run(command: list[str], cwd: Path, *, stdin: str | None = None) -> str:
+    """Output of a command that must succeed."""
+    done = subprocess.run(
+        command, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    assert run([sys.executable, str(ROOT / "examples" / name)], tmp_path).strip()
+
+
+@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=range(len(PYTHON_BLOCKS)))
+def test_readme_python_block_runs(block: str, tmp_path: Path) -> None:
+    """From standard input, as a reader would paste it: no file, no `__main__` guard."""
+    run([sys.executable, "-"], tmp_path, stdin=block)
+
+
+@pytest.mark.parametrize("block", SHELL_BLOCKS, ids=range(len(SHELL_BLOCKS)))
+def test_readme_shell_block_runs(block: str, tmp_path: Path) -> None:
+    """Blocks of `isinglass` commands run as written; `make` targets must exist."""
+    targets = re.findall(r"^make ([a-z-]+)", block, re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no make target {target}"
+    script = "\n".join(line for line in block.splitlines() if not line.startswith(("make", "git")))
+    if script.strip():
+        binaries = Path(sys.executable).parent
+        run(["bash", "-euc", f'export PATH="{binaries}:$PATH"\n{script}'], tmp_path)
+
+
+def test_readme_has_something_to_run() -> None:
+    assert PYTHON_BLOCKS
+    assert SHELL_BLOCKS
+    assert len(EXAMPLES) >= 10
+
+
+def test_benchmarks_end_with_one_json_document(tmp_path: Path) -> None:
+    """The tracing benchmark on a very short run: the other ones share its shape."""
+    import json
+
+    command = [sys.executable, str(ROOT / "benchmarks" / "tracing_cost.py")]
+    out = run([*command, "--pairs", "2", "--batches", "1", "--tokens", "3"], tmp_path)
+    document = json.loads(out.strip().splitlines()[-1])
+    assert document["batch_1"]["everything_ratio"] > 0
