@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 def run(command: list[str]) -> dict[str, float]:
     """The JSON document on the last line of a command's output."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

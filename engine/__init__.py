@@ -31,8 +31,8 @@ __all__ = [
     "EngineStartError",
     "IsinglassError",
     "LLMEngine",
-    "Logprob",
     "LogitsProcessor",
+    "Logprob",
     "ModelError",
     "ModelNotFoundError",
     "PromptError",
@@ -61,7 +61,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: the core needs no frontend, the caller no torch."""
+    """Import a public name when it is first used, so that the caller needs no torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
     import importlib

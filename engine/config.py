@@ -21,7 +21,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 def option(
     default: Any,
-    help: str,  # noqa: A002 - argparse's own word for it
+    help: str,
     *,
     choices: tuple[str, ...] | None = None,
     minimum: float | None = None,
@@ -256,7 +256,7 @@ def _check(name: str, value: Any, annotation: Any, rules: Mapping[str, Any]) -> 
             raise ConfigError(f"{name} must not be None")
         return
     allowed = _allowed_types(annotation)
-    if isinstance(value, bool) and bool not in allowed or not isinstance(value, allowed):
+    if (isinstance(value, bool) and bool not in allowed) or not isinstance(value, allowed):
         expected = " or ".join(kind.__name__ for kind in allowed)
         raise ConfigError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
     if isinstance(value, float) and not math.isfinite(value):

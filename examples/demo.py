@@ -54,7 +54,9 @@ def main() -> None:
     console.rule("[bold]where the time went", align="left")
     console.print(render_summary(summarize(run_dir)))
     trace = write_perfetto(run_dir)
-    console.print(f"booted in {booted - began:.1f} s, all of it {time.perf_counter() - began:.1f} s")
+    console.print(
+        f"booted in {booted - began:.1f} s, all of it {time.perf_counter() - began:.1f} s"
+    )
     console.print(f"journals:  {run_dir}", soft_wrap=True)
     console.print(f"trace:     {trace}", soft_wrap=True)
     console.print("Open the trace: go to https://ui.perfetto.dev and drop the file on the page.")

@@ -20,7 +20,10 @@ def private_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     Its path is short, because sockets are made below it.
     """
     tmp_path_factory.getbasetemp()  # pytest's own folders stay where they are kept for a look
-    with tempfile.TemporaryDirectory(prefix="iso-") as folder, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="iso-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)

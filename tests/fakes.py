@@ -285,5 +285,3 @@ def write_model_folder(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
-
-

@@ -22,7 +22,9 @@ _TITLES = {
 }
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, skip: frozenset[str] = frozenset()) -> None:
+def add_engine_flags(
+    parser: argparse.ArgumentParser, *, skip: frozenset[str] = frozenset()
+) -> None:
     """One flag per engine setting, in the configuration's groups."""
     for name, group in GROUPS.items():
         section = parser.add_argument_group(f"engine: {_TITLES[name]}")
@@ -92,7 +94,7 @@ def _add_flag(
     name: str,
     annotation: str,
     default: Any,
-    help: str,  # noqa: A002 - argparse's own word for it
+    help: str,
     choices: tuple[str, ...] | None,
 ) -> None:
     """The flag's kind follows from the annotation; an absent flag leaves the default in force."""

@@ -55,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
             output_kind=RequestOutputKind.DELTA, **sampling_arguments(arguments)
         )
         tokenizer = None if not arguments.chat else llm.get_tokenizer()
-        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        system = (
+            [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        )
         for number, prompt in enumerate(prompts):
             text = prompt
             if tokenizer is not None:
@@ -72,12 +74,19 @@ def run(arguments: argparse.Namespace) -> int:
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
                 for completion in output.outputs:
-                    printer.add(int(output.request_id), completion.index, completion.text,
-                                ended=completion.finished())
+                    printer.add(
+                        int(output.request_id),
+                        completion.index,
+                        completion.text,
+                        ended=completion.finished(),
+                    )
         if llm.run_dir is not None:
-            print(f"\nrecorded in {llm.run_dir}\n"
-                  f"  isinglass trace summary {llm.run_dir}\n"
-                  f"  isinglass trace convert {llm.run_dir}", file=sys.stderr)
+            print(
+                f"\nrecorded in {llm.run_dir}\n"
+                f"  isinglass trace summary {llm.run_dir}\n"
+                f"  isinglass trace convert {llm.run_dir}",
+                file=sys.stderr,
+            )
     return 0
 
 

@@ -1,7 +1,7 @@
 """`LLM`: generate for a list of prompts, from a script or a notebook.
 
-    with LLM() as llm:
-        outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
+with LLM() as llm:
+    outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
 """
 
 import os

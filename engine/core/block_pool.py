@@ -88,7 +88,8 @@ class BlockPool:
 
     def cache(self, block_id: int, block_hash: bytes) -> None:
         """Register a full, referenced block under its hash, unless a twin has it already."""
-        assert self._ref_counts[block_id] > 0 and self._hashes[block_id] is None
+        assert self._ref_counts[block_id] > 0
+        assert self._hashes[block_id] is None
         if self.enable_caching and block_hash not in self._block_of_hash:
             self._block_of_hash[block_hash] = block_id
             self._hashes[block_id] = block_hash

@@ -262,5 +262,3 @@ class _StartupTimer:
         self._core.startup_ns[self._phase.label] = ended_ns - self._began_ns
         self._core.obs.startup(self._phase, self._began_ns, ended_ns)
         logger.debug("%s took %.3f s", self._phase.label, (ended_ns - self._began_ns) / 1e9)
-
-

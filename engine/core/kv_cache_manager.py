@@ -105,7 +105,8 @@ class KVCacheManager:
 
     def check_idle(self) -> None:
         """Assert that no request holds anything."""
-        assert not self._tables and not self._num_registered, "idle, yet a block table is left"
+        assert not self._tables, "idle, yet a block table is left"
+        assert not self._num_registered
         self.pool.check_idle()
 
     def check_integrity(self) -> None:

@@ -29,8 +29,8 @@ class Request:
     __slots__ = (
         "all_token_ids",
         "arrival_ns",
-        "block_hashes",
         "block_hasher",
+        "block_hashes",
         "cache_salt",
         "client_index",
         "error",

@@ -102,8 +102,12 @@ class PriorityRequestQueue(RequestQueue):
         return request
 
     def remove(self, request: Request) -> None:
-        # The heap entry stays behind and is skipped when it reaches the top.
+        # The heap entry stays behind and is skipped when it reaches the top, or goes when such
+        # entries are the most: constant cost per removal, on average.
         self._waiting.remove(request.num)
+        if len(self._heap) > 2 * len(self._waiting) + 64:
+            self._heap = [entry for entry in self._heap if entry[-1].num in self._waiting]
+            heapq.heapify(self._heap)
 
     def victim(self, running: list[Request]) -> Request:
         return max(running, key=self._key)

@@ -24,9 +24,7 @@ class Executor(ABC):
         """What one KV block costs on a worker."""
 
     @abstractmethod
-    def determine_available_memory(
-        self, *, max_model_len: int, max_num_batched_tokens: int
-    ) -> int:
+    def determine_available_memory(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Build the runner, run the largest batch, return the bytes that the KV cache may take."""
 
     @abstractmethod

@@ -39,9 +39,7 @@ class UniprocExecutor(Executor):
     def get_kv_cache_spec(self) -> KVCacheSpec:
         return self._worker.get_kv_cache_spec()
 
-    def determine_available_memory(
-        self, *, max_model_len: int, max_num_batched_tokens: int
-    ) -> int:
+    def determine_available_memory(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
         def build_and_measure() -> int:
             self._worker.build_runner(
                 max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens

@@ -1,8 +1,8 @@
 """Layer 2: drives one engine core for callers that step it themselves.
 
-    engine.add_request("id", "prompt", params)
-    while engine.has_unfinished_requests():
-        for output in engine.step(): ...
+engine.add_request("id", "prompt", params)
+while engine.has_unfinished_requests():
+    for output in engine.step(): ...
 """
 
 import dataclasses
@@ -50,9 +50,7 @@ class LLMEngine:
         self.obs = obs
         self._observer = observer
         began_ns = time.monotonic_ns()
-        source = resolve_model(
-            config.model.model, config.model.revision, config.model.download_dir
-        )
+        source = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
         self.model_config = read_model_config(source)
         resolve_limits(config, self.model_config)
         resolved_ns = time.monotonic_ns()
@@ -190,9 +188,7 @@ class LLMEngine:
         self.obs.close()
 
     def _bury(self, error: EngineDeadError) -> None:
-        self._abandon(
-            self.output_processor.unfinished_ids(), FinishReason.ERROR, error=str(error)
-        )
+        self._abandon(self.output_processor.unfinished_ids(), FinishReason.ERROR, error=str(error))
 
     def _abandon(
         self, request_ids: Sequence[str], reason: FinishReason, *, error: str | None = None

@@ -21,9 +21,7 @@ class EngineObserver:
         """One message from the core and what became of it."""
         if message.step is not None:
             self.metrics.observe_step(message.step)
-            self.console.observe(
-                message.step, num_generation_tokens=done.num_generation_tokens
-            )
+            self.console.observe(message.step, num_generation_tokens=done.num_generation_tokens)
         if message.worker_step is not None:
             self.metrics.observe_worker_step(message.worker_step)
         if done.num_generation_tokens:

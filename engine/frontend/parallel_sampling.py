@@ -1,4 +1,4 @@
-"""n > 1: one request of the user is n requests of the engine, which share the prompt's KV blocks."""
+"""n > 1: one request of the user is n requests of the engine that share the prompt's blocks."""
 
 import msgspec
 

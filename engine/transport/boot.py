@@ -9,7 +9,6 @@ that the parent has died, even by SIGKILL.
 """
 
 import importlib
-import json
 import os
 import select
 import shutil

@@ -26,9 +26,9 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineStartError, IsinglassError
 from engine.log import get_logger
 from engine.transport.client import EngineCoreClient
-from engine.types.codec import Frame, MessageDecoder, MessageEncoder
 from engine.transport.importable import portable_classes
 from engine.transport.process import SpawnedProcess
+from engine.types.codec import Frame, MessageDecoder, MessageEncoder
 from engine.types.messages import (
     PROTOCOL_VERSION,
     EngineCoreFailure,
@@ -78,9 +78,7 @@ class CoreProcess:
             private_dir=self.directory,
             main_path=main_path,
         )
-        self._monitor = threading.Thread(
-            target=self._watch, name="EngineCoreMonitor", daemon=True
-        )
+        self._monitor = threading.Thread(target=self._watch, name="EngineCoreMonitor", daemon=True)
         self._monitor.start()
 
     def address(self, name: str) -> str:
@@ -269,5 +267,5 @@ def _private_directory() -> str:
     directory = tempfile.mkdtemp(prefix="isinglass-")
     if len(directory) > 80:
         os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="isinglass-", dir="/tmp")  # noqa: S108
+        directory = tempfile.mkdtemp(prefix="isinglass-", dir="/tmp")
     return directory

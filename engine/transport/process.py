@@ -34,7 +34,7 @@ class SpawnedProcess:
         self.name = name
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
             [sys.executable, *flags, "-c", BOOTSTRAP, name],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -287,7 +287,9 @@ class SchedulerHarness:
         for output in outputs:
             assert output.request_id in alive
             self._take(output)
-        firsts = {self.shadows[o.request_id].request.num for o in outputs if not before[o.request_id]}
+        firsts = {
+            self.shadows[o.request_id].request.num for o in outputs if not before[o.request_id]
+        }
         assert set(record.first_tokens) == firsts
         finished = {self.shadows[o.request_id].request.num for o in outputs if o.finished}
         assert set(record.finished) == finished
@@ -346,12 +348,16 @@ class SchedulerHarness:
             return
         assert request.num_computed_tokens == shadow.num_computed
         assert request.num_output_placeholders == shadow.num_sampling - len(shadow.output)
-        planned_steps = sum(request_id in plan.num_scheduled_tokens for plan, _, _ in self.in_flight)
+        planned_steps = sum(
+            request_id in plan.num_scheduled_tokens for plan, _, _ in self.in_flight
+        )
         assert request.num_output_placeholders <= planned_steps
         assert request.num_computed_tokens <= request.num_planned_tokens
         num_slots = len(self.scheduler.kv_cache.block_ids(request)) * self.settings.block_size
-        assert request.num_computed_tokens <= num_slots < (
-            request.num_computed_tokens + self.settings.block_size
+        assert (
+            request.num_computed_tokens
+            <= num_slots
+            < (request.num_computed_tokens + self.settings.block_size)
         )
         if not self.in_flight and shadow.output:
             assert len(self.worker.requests[request_id].token_ids) == request.num_tokens

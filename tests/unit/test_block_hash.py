@@ -55,7 +55,9 @@ def test_large_and_many_tokens_do_not_collide() -> None:
     blocks = {tuple(rng.randrange(2**31) for _ in range(16)) for _ in range(2_000)}
     # Neighbours that differ in one bit, and ids that agree in their low bytes.
     base = tuple(range(16))
-    blocks |= {(*base[:i], base[i] ^ (1 << bit), *base[i + 1 :]) for i in range(16) for bit in (0, 8, 30)}
+    blocks |= {
+        (*base[:i], base[i] ^ (1 << bit), *base[i + 1 :]) for i in range(16) for bit in (0, 8, 30)
+    }
     hashes = {hash_block_tokens(None, list(block)) for block in blocks}
     assert len(hashes) == len(blocks)
 

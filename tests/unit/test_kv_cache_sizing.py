@@ -8,7 +8,9 @@ from engine.core.kv_cache_sizing import KVCacheSize, size_kv_cache
 from engine.errors import ConfigError
 from engine.types.kv_cache import KVCacheSpec
 
-SPEC = KVCacheSpec(block_size=16, num_layers=2, num_kv_heads=(3, 1), head_dim=(64, 32), element_bytes=2)
+SPEC = KVCacheSpec(
+    block_size=16, num_layers=2, num_kv_heads=(3, 1), head_dim=(64, 32), element_bytes=2
+)
 
 
 def size(**changes: object) -> KVCacheSize:

@@ -7,7 +7,9 @@ from engine.types.messages import FinishReason
 from tests.fakes import EOS, make_request, sampling_params
 
 
-def judge(output: list[int], *, max_model_len: int = 100, **fields: object) -> tuple[object, object]:
+def judge(
+    output: list[int], *, max_model_len: int = 100, **fields: object
+) -> tuple[object, object]:
     request = make_request("r", [1, 2, 3], params=sampling_params(**fields))
     request.append_output(output)
     return check_stop(request, max_model_len), request.stop_reason
