@@ -43,9 +43,12 @@ class DecodeGroup(NamedTuple):
     start: int
     """First row, counted in the plan's order of decode rows."""
     end: int
-    blocks: torch.Tensor  # [num_rows * blocks_per_row] int64
-    blocks_per_row: int
-    mask: torch.Tensor | None  # [num_rows, 1, 1, blocks_per_row * block_size] float32
+    blocks: torch.Tensor | slice  # [num_rows * blocks_per_row] int64
+    first_key: int
+    """First token of a row's gathered blocks that any row sees."""
+    last_key: int
+    """One past the last that any row sees."""
+    mask: torch.Tensor | None  # [num_rows, 1, 1, last_key - first_key] float32
 
 
 class Chunk(NamedTuple):
@@ -57,7 +60,7 @@ class Chunk(NamedTuple):
 
     start: int
     end: int
-    blocks: torch.Tensor | None  # [num_blocks] int64
+    blocks: torch.Tensor | slice | None  # [num_blocks] int64
     num_keys: int
     mask: torch.Tensor | None  # [num_queries, num_keys] float32
 
@@ -149,7 +152,8 @@ class CPUAttentionBackend(AttentionBackend):
         for group in plan.decode_groups:
             num_rows = group.end - group.start
             context = self._gather(kv_cache, group.blocks)
-            context = context.view(num_rows, -1, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4)
+            context = context.view(num_rows, -1, 2, kv_heads, head_dim)
+            context = context[:, group.first_key : group.last_key].permute(2, 0, 3, 1, 4)
             grouped = query[group.start : group.end].view(num_rows, kv_heads, group_size, head_dim)
             mask = group.mask
             if mask is not None:
@@ -182,9 +186,11 @@ class CPUAttentionBackend(AttentionBackend):
             result = torch.lerp(own, result, share)
         return result[0].transpose(0, 1).flatten(1)
 
-    def _gather(self, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Blocks side by side in the scratch buffer, `[num_blocks, elements of a block]`."""
+    def _gather(self, kv_cache: torch.Tensor, blocks: torch.Tensor | slice) -> torch.Tensor:
+        """Blocks side by side, `[num_blocks, elements of a block]`; often the scratch buffer."""
         flat = kv_cache.flatten(1)
+        if isinstance(blocks, slice):
+            return flat[blocks]
         num_bytes = len(blocks) * flat.shape[1] * flat.element_size()
         if num_bytes > len(self._scratch):
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
@@ -250,13 +256,18 @@ def _decode_group(
     inside = columns < -(-seq_lens // size)[:, None]
     columns = np.where(inside, columns, first_blocks[:, None])
     blocks = np.take_along_axis(layout.block_table[requests], columns, axis=1)
-    positions = first_blocks[:, None] * size + np.arange(num_blocks * size)
-    visible = (positions < seq_lens[:, None]) & (positions >= first_keys[:, None])
+    # Only what some row sees is attended to: rows of one length need no mask at all.
+    starts = first_keys - first_blocks * size
+    ends = seq_lens - first_blocks * size
+    first_key, last_key = int(starts.min()), int(ends.max())
     mask = None
-    if not visible.all():
+    if (starts != first_key).any() or (ends != last_key).any():
+        key = np.arange(first_key, last_key)
+        visible = (key < ends[:, None]) & (key >= starts[:, None])
         mask = torch.from_numpy(np.where(visible, np.float32(0), np.float32(-np.inf)))
         mask = mask[:, None, None]
-    return DecodeGroup(start, start + len(requests), _tensor(blocks.ravel()), num_blocks, mask)
+    index = _block_index(blocks.ravel())
+    return DecodeGroup(start, start + len(requests), index, first_key, last_key, mask)
 
 
 def _chunk(layout: BatchLayout, request: int, window: int | None) -> Chunk:
@@ -271,7 +282,7 @@ def _chunk(layout: BatchLayout, request: int, window: int | None) -> Chunk:
     first_key = max(0, num_cached + 1 - window) if limited else 0
     first_block = first_key // size
     last_key = num_cached if merged else seq_len
-    blocks = _tensor(layout.block_table[request, first_block : -(-last_key // size)])
+    blocks = _block_index(layout.block_table[request, first_block : -(-last_key // size)])
     num_keys = last_key - first_block * size
     mask = None
     if not merged:
@@ -282,6 +293,14 @@ def _chunk(layout: BatchLayout, request: int, window: int | None) -> Chunk:
             hidden |= key <= query - window
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
     return Chunk(start, end, blocks, num_keys, mask)
+
+
+def _block_index(blocks: np.ndarray) -> torch.Tensor | slice:
+    """An index of the cache: a slice, which copies nothing, where the blocks are neighbours."""
+    first = int(blocks[0])
+    if np.array_equal(blocks, np.arange(first, first + len(blocks))):
+        return slice(first, first + len(blocks))
+    return _tensor(blocks)
 
 
 def _tensor(indices: np.ndarray) -> torch.Tensor:

@@ -35,6 +35,10 @@ class RequestQueue(ABC):
         """Take out a request wherever it stands."""
 
     @abstractmethod
+    def in_order(self, running: list[Request]) -> list[Request]:
+        """A copy of the running requests, those first that are served first."""
+
+    @abstractmethod
     def victim(self, running: list[Request]) -> Request:
         """Whom to preempt among the running requests."""
 
@@ -67,6 +71,9 @@ class FCFSRequestQueue(RequestQueue):
 
     def remove(self, request: Request) -> None:
         del self._requests[request.request_id]
+
+    def in_order(self, running: list[Request]) -> list[Request]:
+        return list(running)  # in the order of admission
 
     def victim(self, running: list[Request]) -> Request:
         return running[-1]
@@ -108,6 +115,9 @@ class PriorityRequestQueue(RequestQueue):
         if len(self._heap) > 2 * len(self._waiting) + 64:
             self._heap = [entry for entry in self._heap if entry[-1].num in self._waiting]
             heapq.heapify(self._heap)
+
+    def in_order(self, running: list[Request]) -> list[Request]:
+        return sorted(running, key=self._key)
 
     def victim(self, running: list[Request]) -> Request:
         return max(running, key=self._key)

@@ -53,7 +53,7 @@ class _StepState:
     now_ns: int
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     new: list[NewRequestData] = field(default_factory=list)
-    cached: dict[str, CachedRequestData] = field(default_factory=dict)
+    cached: list[CachedRequestData] = field(default_factory=list)
     scheduled: list[Request] = field(default_factory=list)
     preempted_any: bool = False
     admission_stop: AdmissionStop = AdmissionStop.NONE
@@ -194,7 +194,7 @@ class Scheduler:
     # -- running requests ------------------------------------------------------------------------
 
     def _schedule_running(self, step: _StepState) -> None:
-        for request in tuple(self.running):
+        for request in self.waiting.in_order(self.running):
             if step.token_budget == 0:
                 return
             if request.status != RequestStatus.RUNNING:
@@ -205,8 +205,8 @@ class Scheduler:
             added = self._allocate_or_preempt(request, num_tokens, step)
             if added is None:
                 continue
-            step.cached[request.request_id] = CachedRequestData(
-                request.request_id, added, request.num_computed_tokens
+            step.cached.append(
+                CachedRequestData(request.request_id, added, request.num_computed_tokens)
             )
             self._take(request, num_tokens, step)
 
@@ -236,10 +236,10 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: _StepState) -> None:
         """Take the request's blocks and send it back to the queue, to be recomputed."""
+        # Running requests are planned in the order of the policy and preempted from its end. One
+        # that this step computes must not go: its full blocks are registered already.
+        assert request.request_id not in step.num_scheduled_tokens
         self.running.remove(request)
-        step.token_budget += step.num_scheduled_tokens.pop(request.request_id, 0)
-        if step.cached.pop(request.request_id, None) is not None:
-            step.scheduled.remove(request)
         num_tokens = request.num_computed_tokens
         num_blocks = self.kv_cache.free(request)
         step.preempted_any = True
@@ -258,26 +258,26 @@ class Scheduler:
     def _schedule_waiting(self, step: _StepState) -> None:
         while self.waiting:
             request = self.waiting.peek()
-            hit = self.kv_cache.get_computed_blocks(request)
-            num_tokens = self._cap_prefill(request.num_tokens - hit.num_tokens)
-            step.admission_stop = self._admission_stop(num_tokens, step)
-            num_tokens = min(num_tokens, step.token_budget)
-            if step.admission_stop is AdmissionStop.NONE:
-                added = self.kv_cache.allocate_slots(request, num_tokens, hit=hit)
-                if added is not None:
-                    self._admit(self.waiting.pop(), hit, added, num_tokens, step)
-                    continue
-                step.admission_stop = AdmissionStop.KV_BLOCKS
-            step.stopped_at = request.num
-            return
+            step.admission_stop = self._try_to_admit(request, step)
+            if step.admission_stop is not AdmissionStop.NONE:
+                step.stopped_at = request.num
+                return
 
-    def _admission_stop(self, num_tokens: int, step: _StepState) -> AdmissionStop:
+    def _try_to_admit(self, request: Request, step: _StepState) -> AdmissionStop:
+        """Admit the next waiting request, or say what is in its way."""
         if len(self.running) == self.limits.max_num_seqs:
             return AdmissionStop.MAX_NUM_SEQS
         if step.token_budget == 0:
             return AdmissionStop.TOKEN_BUDGET
+        hit = self.kv_cache.get_computed_blocks(request)
+        num_tokens = self._cap_prefill(request.num_tokens - hit.num_tokens)
         if num_tokens > step.token_budget and not self.limits.enable_chunked_prefill:
             return AdmissionStop.CHUNKED_PREFILL_OFF
+        num_tokens = min(num_tokens, step.token_budget)
+        block_ids = self.kv_cache.allocate_slots(request, num_tokens, hit=hit)
+        if block_ids is None:
+            return AdmissionStop.KV_BLOCKS
+        self._admit(self.waiting.pop(), hit, block_ids, num_tokens, step)
         return AdmissionStop.NONE
 
     def _admit(
@@ -342,7 +342,7 @@ class Scheduler:
         plan = SchedulerOutput(
             step=self._step,
             scheduled_new_reqs=step.new,
-            scheduled_cached_reqs=list(step.cached.values()),
+            scheduled_cached_reqs=step.cached,
             num_scheduled_tokens=step.num_scheduled_tokens,
             total_num_scheduled_tokens=total,
             finished_req_ids=forgettable,

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -234,7 +234,7 @@ def _cut_at(text: str, marker: str, final_text: str) -> str:
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}` marks an assistant's text for training; here it only shows its body."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

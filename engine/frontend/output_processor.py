@@ -12,6 +12,7 @@ from engine.frontend.input_processor import ProcessedPrompt
 from engine.frontend.logprobs import LogprobsProcessor
 from engine.frontend.parallel_sampling import ParentRequest
 from engine.frontend.tokenizer import Tokenizer
+from engine.types.logprobs import LogprobsLists
 from engine.types.messages import (
     CoreTimes,
     EngineCoreOutput,
@@ -129,7 +130,7 @@ class OutputProcessor:
 
     def core_ids(self, external_ids: Iterable[str]) -> list[str]:
         """The core's ids of unfinished sequences of these requests; unknown ids are left out."""
-        return [core_id for one in external_ids for core_id in self._children.get(one, ())]
+        return [i for one in dict.fromkeys(external_ids) for i in self._children.get(one, ())]
 
     def add_request(
         self,
@@ -162,7 +163,7 @@ class OutputProcessor:
     ) -> list[RequestTimeline]:
         """Expect nothing more of these requests; returns their time lines."""
         timelines = []
-        for core_id in self.core_ids(list(external_ids)):
+        for core_id in self.core_ids(external_ids):
             state = self._states[core_id]
             output = EngineCoreOutput(core_id, [], error=error)
             timelines.append(_timeline(state, output, str(reason)))
@@ -183,14 +184,19 @@ class OutputProcessor:
             self._count(state, output, timestamp_ns, done)
         if output.prompt_logprobs is not None:
             state.logprobs.update_prompt(output.prompt_logprobs)
-        if output.new_logprobs is not None:
-            state.logprobs.update_sample(output.new_logprobs)
+        num_before = len(state.detokenizer.output_token_ids)
         reason, stop_reason = output.finish_reason, output.stop_reason
         stop = state.detokenizer.update(
             output.new_token_ids,
             finished=output.finished,
             stop_terminated=reason is FinishReason.STOP,
         )
+        if output.new_logprobs is not None:
+            # Tokens behind a stop string are dropped, and their logprobs with them.
+            num_kept = len(state.detokenizer.output_token_ids) - num_before
+            state.logprobs.update_sample(
+                LogprobsLists(*(part[:num_kept] for part in output.new_logprobs))
+            )
         if stop is not None:
             if reason is None:
                 done.to_abort.append(output.request_id)

@@ -117,13 +117,19 @@ def test_one_step_serves_layers_of_several_windows() -> None:
         torch.testing.assert_close(backend.forward(qkv, cache, metadata, shape), expected)
 
 
+def num_blocks(group: cpu.DecodeGroup) -> int:
+    if isinstance(group.blocks, slice):
+        return group.blocks.stop - group.blocks.start
+    return len(group.blocks)
+
+
 def test_groups_of_similar_rows_waste_little() -> None:
     """A row of 8000 tokens among sixty of about 100 must not stretch them all to 8000."""
     generator = np.random.default_rng(0)
     seq_lens = [*generator.integers(60, 140, 60).tolist(), 8000]
     layout, _ = make_layout([1] * 61, seq_lens, 16, generator)
     plan = cpu.make_plan(layout, None)
-    gathered = sum(len(group.blocks) * 16 for group in plan.decode_groups)
+    gathered = sum(num_blocks(group) * 16 for group in plan.decode_groups)
     assert sum(seq_lens) <= gathered < 1.6 * sum(seq_lens)
     assert len(plan.decode_groups) <= 4
     covered = [row for group in plan.decode_groups for row in range(group.start, group.end)]
@@ -133,7 +139,26 @@ def test_groups_of_similar_rows_waste_little() -> None:
 def test_a_window_gathers_only_what_it_sees() -> None:
     layout, _ = make_layout([1, 1], [5000, 4000], 16, np.random.default_rng(0))
     plan = cpu.make_plan(layout, 64)
-    assert sum(len(group.blocks) for group in plan.decode_groups) <= 2 * (64 // 16 + 1)
+    assert sum(num_blocks(group) for group in plan.decode_groups) <= 2 * (64 // 16 + 1)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_neighbouring_blocks_are_not_copied(window: int | None) -> None:
+    """Rows alone in the cache read it in place; their results are those of shuffled blocks."""
+    layout, num_blocks = make_layout([1, 30], [37, 50], 4, np.random.default_rng(0))
+    total = 0
+    for row, length in enumerate(layout.seq_lens):
+        count = -(-length // 4)
+        layout.block_table[row, :count] = np.arange(total, total + count)
+        total += count
+    positions = np.concatenate([[36], np.arange(20, 50)])
+    requests = np.array([0] + [1] * 30)
+    layout.slot_mapping[:] = layout.block_table[requests, positions // 4] * 4 + positions % 4
+    plan = cpu.make_plan(layout, window)
+    assert isinstance(plan.decode_groups[0].blocks, slice)
+    assert isinstance(plan.chunks[0].blocks, slice)
+    assert plan.decode_groups[0].mask is None
+    compare(layout, num_blocks, AttentionShape(4, 2, 16, 0.3, window), torch.float32, 1)
 
 
 def test_unknown_backend_lists_the_known_ones() -> None:

@@ -120,7 +120,7 @@ def test_more_than_there_is_cannot_be_allocated() -> None:
 def test_the_integrity_check_sees_each_kind_of_damage() -> None:
     def damaged(damage: str) -> BlockPool:
         pool = BlockPool(3)
-        a, b = fill(pool, b"a", b"b")
+        _, b = fill(pool, b"a", b"b")
         pool.release([b])
         pool.check_integrity()
         if damage == "lost block":

@@ -154,9 +154,7 @@ def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, "llama")
     name, message = "model.layers.0.self_attn.q_proj.bias", r"unexpected tensor '.*q_proj\.bias'"
     change_weights(tmp_path, lambda weights: weights.update({name: torch.zeros(64)}))
-    with pytest.raises(
-        CheckpointError, match=r"unexpected tensor 'model\.layers\.0\.self_attn\.q_p"
-    ):
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path, select_backend("cpu", CPU))
 
 

@@ -205,7 +205,7 @@ def test_without_caching_nothing_is_looked_up() -> None:
         assert record.num_blocks_cached_free == 0
 
 
-# -- preemption --------------------------------------------------------------------------------------
+# -- preemption ------------------------------------------------------------------------------------
 
 
 def test_the_last_one_yields_and_recomputes_from_its_cached_prefix() -> None:
@@ -275,7 +275,7 @@ def test_a_victim_of_the_same_step_gives_its_tokens_back() -> None:
     assert low.output_token_ids == expected
 
 
-# -- priority ----------------------------------------------------------------------------------------
+# -- priority --------------------------------------------------------------------------------------
 
 
 def test_priority_then_arrival_decides_who_is_admitted() -> None:
@@ -298,7 +298,7 @@ def test_the_lowest_rank_that_came_last_is_the_victim() -> None:
     traffic.finish_all()
 
 
-# -- aborts ------------------------------------------------------------------------------------------
+# -- aborts ----------------------------------------------------------------------------------------
 
 
 def test_abort_while_waiting_running_preempted_and_finished() -> None:
@@ -366,7 +366,7 @@ def test_an_id_in_use_is_refused() -> None:
         traffic.scheduler.add_request(request)
 
 
-# -- async: step N + 1 is planned before the result of step N is in -------------------------------
+# -- async: step N + 1 is planned before the result of step N is in --------------------------------
 
 
 def test_the_next_step_is_planned_without_knowing_the_token() -> None:
@@ -449,7 +449,7 @@ def test_blocks_at_the_end_of_the_step_are_those_after_finished_ones_left() -> N
     assert record.blocks_at_end == (used, cached_free, 32 - used - cached_free)
 
 
-# -- cost --------------------------------------------------------------------------------------------
+# -- cost ------------------------------------------------------------------------------------------
 
 
 class CountingRequest(Request):
@@ -497,7 +497,7 @@ def test_nothing_in_a_step_depends_on_the_length_of_the_queue(
             calls.append(count_calls(lambda: _scheduler_step(traffic.scheduler, traffic.worker)))
         looks.append(CountingRequest.num_looks)
         victims = [f"r{index}" for index in range(50, 60)]
-        aborting = lambda: traffic.scheduler.finish_requests(victims, FinishReason.ABORT)  # noqa: E731, B023
+        aborting = lambda: traffic.scheduler.finish_requests(victims, FinishReason.ABORT)  # noqa: E731
         calls.append(count_calls(aborting))
         assert len(traffic.scheduler.waiting) >= num_waiting - 30
     assert looks[0] == looks[1] > 0
