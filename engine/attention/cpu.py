@@ -274,12 +274,13 @@ def _chunk(layout: BatchLayout, request: int, window: int | None) -> Chunk:
     start, end = (int(row) for row in layout.query_start_loc[request : request + 2])
     seq_len, num_queries = int(layout.seq_lens[request]), end - start
     num_cached = seq_len - num_queries
-    limited = window is not None and seq_len > window
+    reach = seq_len if window is None else window
+    limited = seq_len > reach
     if num_cached == 0 and not limited:
         return Chunk(start, end, None, seq_len, None)
     merged = num_queries >= MIN_MERGE_TOKENS and not limited
     size = layout.block_size
-    first_key = max(0, num_cached + 1 - window) if limited else 0
+    first_key = max(0, num_cached + 1 - reach)
     first_block = first_key // size
     last_key = num_cached if merged else seq_len
     blocks = _block_index(layout.block_table[request, first_block : -(-last_key // size)])
@@ -290,7 +291,7 @@ def _chunk(layout: BatchLayout, request: int, window: int | None) -> Chunk:
         query = torch.arange(num_cached, seq_len)[:, None]
         hidden = key > query
         if limited:
-            hidden |= key <= query - window
+            hidden |= key <= query - reach
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
     return Chunk(start, end, blocks, num_keys, mask)
 

@@ -163,18 +163,19 @@ class DecoderForCausalLM(CausalLM):
             dtype=dtype,
             device=device,
         )
-        self.layers = nn.ModuleList()
+        layers = []
         for index in range(config.num_layers):
             attention = self.attention_class(
                 config, index, backend=backend, dtype=dtype, device=device
             )
-            self.layers.append(DecoderLayer(config, attention, dtype=dtype, device=device))
+            layers.append(DecoderLayer(config, attention, dtype=dtype, device=device))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device)
         self.head: Linear | None = None
         if not self.is_tied:
             self.head = Linear(size, config.vocab_size, bias=False, dtype=dtype, device=device)
         self.packed_head: torch.Tensor | None = None
-        self.attention_layers = [layer.self_attention.attention for layer in self.layers]
+        self.attention_layers = [layer.self_attention.attention for layer in layers]
 
     @classmethod
     def load(
@@ -236,8 +237,8 @@ class DecoderForCausalLM(CausalLM):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
-        # The table must stay dense for look-ups, so a packed head is a second copy of it; it
-        # takes a third off the time of a one-row step's largest multiplication.
+        # The table must stay dense for look-ups, so a packed head is a second copy of it, paid
+        # for with speed in every step.
         if self.is_tied and can_pack(self.embedding.weight):
             self.packed_head = pack_weight(self.embedding.weight)
 

@@ -50,6 +50,7 @@ class CoreProcess:
     """The spawned core with its sockets and folder: everything that must not be left behind."""
 
     def __init__(self, config: EngineConfig, *, run_dir: str | None, obs: Instrument) -> None:
+        settings, main_path = portable_classes(config)  # may raise: before there is anything
         self.grace_s = config.process.shutdown_timeout_s
         self.obs = obs
         self.stopping = False
@@ -62,7 +63,6 @@ class CoreProcess:
         self.input.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.output = self._bind(zmq.PULL, "output")
         self._death_read, self._death_write = os.pipe()
-        settings, main_path = portable_classes(config)
         self.process = SpawnedProcess(
             _CORE_MAIN,
             {

@@ -77,3 +77,10 @@ class RepeatPrompt(AdapterLogitsProcessor):
             return logits
 
         return process
+
+
+class Raises(EvenTokensOnly):
+    """Has a defect."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("this processor always raises")
