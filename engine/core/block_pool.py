@@ -95,15 +95,6 @@ class BlockPool:
             self._hashes[block_id] = block_hash
             self._num_cached_used += 1
 
-    def uncache(self, block_id: int) -> None:
-        """Forget the hash of a referenced block, which will not be filled after all."""
-        assert self._ref_counts[block_id] > 0
-        block_hash = self._hashes[block_id]
-        if block_hash is not None:
-            self._hashes[block_id] = None
-            del self._block_of_hash[block_hash]
-            self._num_cached_used -= 1
-
     def reset_cache(self) -> bool:
         """Forget every hash; False, and nothing done, while a request holds blocks."""
         if self.num_used_blocks:

@@ -89,9 +89,6 @@ class KVCacheManager:
         """
         table = self._tables.pop(request.request_id, [])
         self._num_registered.pop(request.request_id, None)
-        # What it got in a step that is still being planned, and now goes without it, stays empty.
-        for block_id in table[request.num_computed_tokens // self.block_size :]:
-            self.pool.uncache(block_id)
         self.pool.release(reversed(table))
         return len(table)
 

@@ -34,6 +34,7 @@ class RequestState:
         "index",
         "last_token_ns",
         "logprobs",
+        "num_cached_tokens",
         "num_sent",
         "parent",
         "prompt",
@@ -59,6 +60,7 @@ class RequestState:
         self.index = index
         self.detokenizer = IncrementalDetokenizer.create(tokenizer, params, prompt.token_ids)
         self.logprobs = LogprobsProcessor(tokenizer, params.logprobs, params.prompt_logprobs)
+        self.num_cached_tokens = 0
         self.num_sent = 0
         self.last_token_ns = 0
         self.times = CoreTimes()
@@ -178,6 +180,7 @@ class OutputProcessor:
         timestamp_ns: int,
         done: ProcessedOutputs,
     ) -> None:
+        state.num_cached_tokens = output.num_cached_tokens
         if output.times is not None:
             state.times = output.times
         if output.new_token_ids:
@@ -281,7 +284,7 @@ def _timeline(
         delivered_ns=time.monotonic_ns(),
         preemptions=times.preemptions,
         num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=output.num_cached_tokens,
+        num_cached_tokens=state.num_cached_tokens,
         num_generation_tokens=len(state.detokenizer.output_token_ids),
         finish_reason=finish_reason,
         stop_reason=stop_reason,

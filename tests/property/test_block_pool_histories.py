@@ -55,13 +55,6 @@ class BlockPoolHistory(RuleBasedStateMachine):
         if self.caching and block_hash not in self.hashes:
             self.hashes[block_id] = block_hash
 
-    @precondition(lambda self: any(self.counts))
-    @rule(data=st.data())
-    def uncache(self, data: st.DataObject) -> None:
-        block_id = data.draw(st.sampled_from(self._held()))
-        self.pool.uncache(block_id)
-        self.hashes[block_id] = None
-
     @precondition(lambda self: any(self.hashes))
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:

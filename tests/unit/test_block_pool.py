@@ -78,17 +78,6 @@ def test_a_twin_does_not_replace_the_block_that_is_known() -> None:
     assert states(pool) == (0, 1, 3)
 
 
-def test_an_uncached_block_is_found_no_more_and_no_eviction() -> None:
-    pool = BlockPool(2)
-    (a,) = fill(pool, b"a")
-    pool.uncache(a)
-    assert pool.get_cached_block(b"a") is None
-    pool.uncache(a)
-    pool.release([a])
-    assert states(pool) == (0, 0, 2)
-    assert pool.num_evictions == 0
-
-
 def test_without_caching_nothing_is_registered() -> None:
     pool = BlockPool(2, enable_caching=False)
     (a,) = fill(pool, b"a")

@@ -246,7 +246,7 @@ def test_a_preempted_request_tells_its_times_with_its_next_tokens() -> None:
     assert resumed, "no output between the resumption and the end carries times"
 
 
-def test_a_victim_of_the_same_step_gives_its_tokens_back() -> None:
+def test_a_victim_is_never_part_of_the_step_that_preempts_it() -> None:
     traffic = Traffic(
         num_blocks=7,
         block_size=2,
@@ -259,7 +259,7 @@ def test_a_victim_of_the_same_step_gives_its_tokens_back() -> None:
     traffic.step()
     high = traffic.add(2, priority=0, max_tokens=2)
     traffic.step()
-    # The low one takes the last two blocks for its third chunk, and then the high one needs one.
+    # The low one was admitted first, but the high one is planned first and needs its blocks.
     plan, record, _ = traffic.step()
     assert plan.num_scheduled_tokens == {high.request_id: 1}
     assert [p.request_num for p in record.preempted] == [low.num]
