@@ -13,6 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from engine.errors import ConfigError
+from instrumentation import ObservabilityConfig
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
@@ -26,16 +27,9 @@ def option(
     choices: tuple[str, ...] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
-    cli: bool = True,
 ) -> Any:
     """Declare one setting: its default, what it does, and what it allows."""
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "minimum": minimum,
-        "maximum": maximum,
-        "cli": cli,
-    }
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
     return field(default=default, metadata=metadata)
 
 
@@ -80,15 +74,15 @@ class ModelSettings:
     )
     logprobs_mode: str = option(
         "raw_logprobs",
-        "Whether logprobs (or logits) are reported before or after processors, penalties, "
-        "temperature and masks.",
+        "Whether logprobs (or logits) of output tokens are reported before or after processors, "
+        "penalties, temperature and masks. Prompt logprobs are always raw.",
         choices=LOGPROBS_MODES,
     )
     logits_processors: tuple[Any, ...] = option(
         (), "Logits processor classes, or their names as module:Class."
     )
     enforce_eager: bool = option(
-        False, "Never capture graphs (they exist on CUDA alone; a CPU always runs eagerly)."
+        False, "Accepted as in vLLM: no graphs are captured yet, so that every step runs eagerly."
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:N. auto: a CUDA device if there is one.")
     attention_backend: str = option(
@@ -144,6 +138,21 @@ class SchedulerConfig:
     )
     async_scheduling: bool = option(True, "Schedule the next step while this one runs.")
 
+    def check_budget(self, max_model_len: int) -> None:
+        """Check that the longest prompt can be scheduled.
+
+        Raises:
+            ConfigError: it has to be computed in one step, and no step may be so large.
+        """
+        budget = self.max_num_batched_tokens
+        if not self.enable_chunked_prefill and budget is not None and budget < max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens ({budget}) is smaller than the context of "
+                f"{max_model_len} tokens with chunked prefill off, so the longest prompts could "
+                "never be scheduled. Raise it, lower max_model_len, or set "
+                "enable_chunked_prefill=True."
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
@@ -153,10 +162,10 @@ class ProcessConfig:
         True, "Run the engine core in a process of its own; off: in the caller's (debugging)."
     )
     engine_ready_timeout_s: float = option(
-        600.0, "Seconds to wait for the engine core to become ready.", minimum=0.001
+        600.0, "Seconds to wait for the engine core's process to become ready.", minimum=0.001
     )
     shutdown_timeout_s: float = option(
-        5.0, "Seconds that the engine core gets to stop by itself.", minimum=0.0
+        5.0, "Seconds that the engine core's process gets to stop by itself.", minimum=0.0
     )
     log_level: str = option("info", "Least severe log line that is written.", choices=LOG_LEVELS)
     disable_log_stats: bool = option(
@@ -170,6 +179,10 @@ class ProcessConfig:
         "Record every step and request into a new run folder below this one; turn it into a "
         "Perfetto file with `isinglass trace convert`.",
     )
+
+    def observability(self, run_dir: str | None) -> ObservabilityConfig:
+        """What each process of a run is to record; `run_dir` is the run's own folder."""
+        return ObservabilityConfig(trace_dir=run_dir, phase_times=not self.disable_log_stats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,13 +235,15 @@ class EngineConfig:
             group = getattr(self, name)
             for spec in fields(group):
                 _check(spec.name, getattr(group, spec.name), spec.type, spec.metadata)
-        scheduler = self.scheduler
-        limit, budget = self.model.max_model_len, scheduler.max_num_batched_tokens
-        if not scheduler.enable_chunked_prefill and limit and budget and budget < limit:
+        if self.model.max_model_len is not None:
+            self.scheduler.check_budget(self.model.max_model_len)
+        if (
+            not self.scheduler.enable_chunked_prefill
+            and self.scheduler.long_prefill_token_threshold
+        ):
             raise ConfigError(
-                f"max_num_batched_tokens ({budget}) is smaller than max_model_len ({limit}) with "
-                "chunked prefill off, so the longest prompts could never be scheduled. Raise "
-                "max_num_batched_tokens, lower max_model_len, or set enable_chunked_prefill=True."
+                "long_prefill_token_threshold splits prompts, which enable_chunked_prefill=False "
+                "forbids. Leave one of them out."
             )
 
 

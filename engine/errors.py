@@ -10,7 +10,6 @@
     ├── RequestError (ValueError)         bad input; found in the caller, never reaches the core
     │   ├── SamplingParamsError           a sampling parameter out of range
     │   └── PromptError                   an empty or too long prompt, a token id out of range
-    ├── RequestFailedError                the core refused or failed one request; the others go on
     ├── EngineStartError                  the core did not come up: time-out, version, exception
     └── EngineDeadError                   the core has died; every pending and later call gets this
 
@@ -43,7 +42,7 @@ class UnsupportedModelError(ModelError):
 
 
 class TokenizerError(ModelError):
-    """The tokenizer is missing or unreadable, or text was given where there is none."""
+    """The tokenizer is missing or unreadable, or is asked for where there is none."""
 
 
 class RequestError(IsinglassError, ValueError):
@@ -55,11 +54,8 @@ class SamplingParamsError(RequestError):
 
 
 class PromptError(RequestError):
-    """A prompt is empty, too long, of the wrong type, or holds an invalid token id."""
-
-
-class RequestFailedError(IsinglassError):
-    """One request failed inside the core; the engine and all other requests go on."""
+    """A prompt is empty, too long, of the wrong type, holds an invalid token id, or is text for an
+    engine without a tokenizer."""
 
 
 class EngineStartError(IsinglassError):

@@ -32,15 +32,10 @@ def resolve_limits(config: EngineConfig, model: ModelConfig) -> Limits:
             f"({model.architecture}). Ask for {own} or less."
         )
     max_model_len = asked or own
+    config.scheduler.check_budget(max_model_len)
     budget = config.scheduler.max_num_batched_tokens
     if budget is None:
         budget = _DEFAULT_BATCHED_TOKENS
         if not config.scheduler.enable_chunked_prefill:
             budget = max(budget, max_model_len)
-    elif not config.scheduler.enable_chunked_prefill and budget < max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens ({budget}) is smaller than the context of {max_model_len} "
-            "tokens with chunked prefill off, so the longest prompts could never be scheduled. "
-            "Raise it, lower max_model_len, or set enable_chunked_prefill=True."
-        )
     return Limits(max_model_len, budget)

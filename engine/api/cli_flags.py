@@ -5,7 +5,9 @@ import ast
 import inspect
 import textwrap
 import typing
+from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from engine.config import GROUPS
@@ -23,22 +25,32 @@ _TITLES = {
 
 
 def add_engine_flags(
-    parser: argparse.ArgumentParser, *, skip: frozenset[str] = frozenset()
+    parser: argparse.ArgumentParser,
+    *,
+    skip: frozenset[str] = frozenset(),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """One flag per engine setting, in the configuration's groups."""
+    """One flag per engine setting, in the configuration's groups.
+
+    Args:
+        parser: where to add them.
+        skip: settings without a flag.
+        defaults: what the command has in place of the configuration's own defaults.
+    """
     for name, group in GROUPS.items():
         section = parser.add_argument_group(f"engine: {_TITLES[name]}")
         for spec in fields(group):
-            if spec.name in skip or not spec.metadata["cli"]:
+            if spec.name in skip:
                 continue
             _add_flag(
                 section,
                 spec.name,
                 str(spec.type),
-                spec.default,
+                defaults.get(spec.name, spec.default),
                 spec.metadata["help"],
                 spec.metadata["choices"],
             )
+    parser.set_defaults(**defaults)
 
 
 def engine_arguments(

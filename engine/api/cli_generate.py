@@ -38,13 +38,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("--system", metavar="TEXT", help="system message for --chat")
     add_sampling_flags(parser)
-    add_engine_flags(parser, skip=_SKIPPED)
-    parser.set_defaults(handler=run, log_level="warning")
+    add_engine_flags(parser, skip=_SKIPPED, defaults={"log_level": "warning"})
+    parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate and print; returns the exit code."""
-    from engine.api.llm import LLM
+    from engine.api.llm import LLM, chat_prompt
     from engine.errors import ConfigError
 
     prompts = arguments.prompt or [sys.stdin.read()]
@@ -54,22 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
         params = llm.get_default_sampling_params().clone(
             output_kind=RequestOutputKind.DELTA, **sampling_arguments(arguments)
         )
-        tokenizer = None if not arguments.chat else llm.get_tokenizer()
         system = (
             [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
         )
-        for number, prompt in enumerate(prompts):
-            text = prompt
-            if tokenizer is not None:
-                messages = [*system, {"role": "user", "content": prompt}]
-                text = tokenizer.apply_chat_template(messages)
-                request = {
-                    "prompt": text,
-                    "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
-                }
-                llm.llm_engine.add_request(str(number), request, params)
-            else:
-                llm.llm_engine.add_request(str(number), text, params)
+        for number, text in enumerate(prompts):
+            prompt = text
+            if arguments.chat:
+                messages = [*system, {"role": "user", "content": text}]
+                prompt = chat_prompt(llm.get_tokenizer(), messages)
+            llm.llm_engine.add_request(str(number), prompt, params)
         printer = _Printer(prompts, params.n, echo=not arguments.chat)
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():

@@ -21,7 +21,7 @@ from engine.frontend.observer import EngineObserver
 from engine.frontend.tokenizer import Tokenizer
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import RequestOutputKind, SamplingParams
-from instrumentation import ConsoleStatus, Metric, Metrics, ObservabilityConfig, Role
+from instrumentation import ConsoleStatus, Metric, Metrics, Role
 from instrumentation.setup import setup
 
 Messages = Sequence[Mapping[str, Any]]
@@ -60,10 +60,7 @@ class LLM:
         )
         process = config.process
         self.run_dir = None if process.trace_dir is None else _make_run_dir(process.trace_dir)
-        observability = ObservabilityConfig(
-            trace_dir=self.run_dir, phase_times=not process.disable_log_stats
-        )
-        obs = setup(observability, role=Role.CALLER)
+        obs = setup(process.observability(self.run_dir), role=Role.CALLER)
         self._observer: EngineObserver | None = None
         if not process.disable_log_stats:
             self._observer = EngineObserver(
@@ -135,9 +132,9 @@ class LLM:
         """
         conversations = [messages] if _is_conversation(messages) else list(messages)
         tokenizer = self.get_tokenizer()
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
+        prompts = [
+            chat_prompt(
+                tokenizer,
                 conversation,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -145,9 +142,8 @@ class LLM:
                 tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            # The template has written the special tokens already.
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
@@ -225,8 +221,8 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[_Item]:
         """Check everything before anything is sent."""
-        if priority is not None and self.config.scheduler.scheduling_policy != "priority":
-            raise ConfigError('priority needs LLM(scheduling_policy="priority")')
+        if priority is not None:
+            self.llm_engine.require_priority_scheduling()
         if params is None:
             params = self.get_default_sampling_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -275,6 +271,18 @@ class LLM:
             engine.discard_request(request_ids)
             raise
         return [finished[request_id] for request_id in request_ids]
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Messages, /, **options: Any) -> Prompt:
+    """A conversation as a prompt of the engine; `options` as in `Tokenizer.apply_chat_template`.
+
+    Raises:
+        PromptError: the messages do not fit the template, or there is none.
+    """
+    text = tokenizer.apply_chat_template(messages, **options)
+    # The template has written the special tokens already.
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return {"prompt": text, "prompt_token_ids": ids}
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

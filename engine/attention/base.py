@@ -64,8 +64,8 @@ class AttentionShape(NamedTuple):
 class AttentionBackend(ABC):
     """Writes keys and values into the paged cache and attends over it.
 
-    A backend has no state of its own: what a step needs is in the metadata, which is built once
-    a step and serves all layers.
+    A backend keeps nothing of a step: what the step needs is in the metadata, which is built once
+    and serves all layers.
     """
 
     name: str

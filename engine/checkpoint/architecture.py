@@ -15,7 +15,14 @@ from engine.checkpoint.gguf import GGUFFile
 from engine.checkpoint.locate import ModelSource
 from engine.errors import CheckpointError, UnsupportedModelError
 
-GENERATION_DEFAULT_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+GENERATION_DEFAULT_KEYS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+)
 
 # Rope types whose factor is already part of max_position_embeddings.
 _ROPE_TYPES_WITHOUT_EXTENSION = ("default", "llama3", "proportional", "mrope")

@@ -6,8 +6,9 @@ without it, one. The loop is the same. Knows scheduler and executor; no socket a
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from engine.checkpoint.architecture import read_model_config
@@ -21,7 +22,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.executor.base import Executor
 from engine.log import get_logger
-from engine.resolve import resolve_limits
+from engine.resolve import Limits, resolve_limits
 from engine.types.messages import (
     PROTOCOL_VERSION,
     EngineCoreOutput,
@@ -67,12 +68,15 @@ class EngineCore:
         with self._phase(StartupPhase.LOAD_MODEL):
             self.executor = executor_class(config, obs=obs)
             self.executor.load_model()
-        size = self._initialize_kv_cache()
+        limits = self._resolve_limits()
+        self._size = self._initialize_kv_cache(limits)
         with self._phase(StartupPhase.WARMUP):
             self.executor.warm_up()
         with self._phase(StartupPhase.BUILD_SCHEDULER):
-            self.scheduler = self._build_scheduler(size)
-        self._size = size
+            self._block_hasher = (
+                BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
+            )
+            self.scheduler = self._build_scheduler(limits)
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
         logger.info(
@@ -87,22 +91,26 @@ class EngineCore:
 
         Returns outputs by client index: empty while the pipeline fills.
         """
-        planned = None
-        if len(self._in_flight) < self._depth:
-            with self.obs.schedule:
-                planned = self.scheduler.schedule()
-        if planned is not None:
-            with self.obs.execute:
-                self._launch(*planned)
-            if len(self._in_flight) < self._depth:
-                return {}
-        return self._collect() if self._in_flight else {}
+        if self._launch() and len(self._in_flight) < self._depth:
+            return {}
+        return self._collect()
 
-    def _launch(self, plan: SchedulerOutput, record: StepRecord) -> None:
-        self.executor.execute_model(plan)
-        self._in_flight.append(_InFlight(plan, record, self.executor.sample_tokens()))
+    def _launch(self) -> bool:
+        """Schedule a step and hand it to the executor; False when there is none to compute."""
+        with self.obs.schedule:
+            planned = self.scheduler.schedule()
+        if planned is None:
+            return False
+        plan, record = planned
+        with self.obs.execute:
+            self.executor.execute_model(plan)
+            self._in_flight.append(_InFlight(plan, record, self.executor.sample_tokens()))
+        return True
 
     def _collect(self) -> dict[int, EngineCoreOutputs]:
+        """Bring in the oldest step's result, if there is one."""
+        if not self._in_flight:
+            return {}
         plan, record, future = self._in_flight.popleft()
         with self.obs.wait:
             result = future.result()
@@ -140,7 +148,7 @@ class EngineCore:
                 request.request_id,
                 [],
                 finish_reason=FinishReason.ABORT,
-                num_cached_tokens=max(0, request.num_cached_tokens),
+                num_cached_tokens=request.num_cached_tokens,
                 times=request.times,
             )
             packages.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
@@ -201,11 +209,12 @@ class EngineCore:
 
     # -- start-up --------------------------------------------------------------------------------
 
-    def _initialize_kv_cache(self) -> KVCacheSize:
-        source = resolve_model(
-            self.config.model.model, self.config.model.revision, self.config.model.download_dir
-        )
-        limits = resolve_limits(self.config, read_model_config(source))
+    def _resolve_limits(self) -> Limits:
+        model = self.config.model
+        source = resolve_model(model.model, model.revision, model.download_dir)
+        return resolve_limits(self.config, read_model_config(source))
+
+    def _initialize_kv_cache(self, limits: Limits) -> KVCacheSize:
         with self._phase(StartupPhase.PROFILE):
             available = self.executor.determine_available_memory(
                 max_model_len=limits.max_model_len,
@@ -221,44 +230,34 @@ class EngineCore:
             self.executor.initialize_cache(size.num_blocks)
         if size.max_model_len < limits.max_model_len:
             self.obs.event(Event.KV_REDUCED_MAX_MODEL_LEN, value=size.max_model_len)
-        self._limits = limits
         return size
 
-    def _build_scheduler(self, size: KVCacheSize) -> Scheduler:
+    def _build_scheduler(self, limits: Limits) -> Scheduler:
         cache, scheduler = self.config.cache, self.config.scheduler
-        self._block_hasher = BlockHasher(cache.block_size) if cache.enable_prefix_caching else None
         return Scheduler(
             SchedulerLimits(
-                max_model_len=size.max_model_len,
+                max_model_len=self._size.max_model_len,
                 max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=self._limits.max_num_batched_tokens,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
                 enable_chunked_prefill=scheduler.enable_chunked_prefill,
                 long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
                 scheduling_policy=scheduler.scheduling_policy,
             ),
             KVCacheManager(
-                size.num_blocks, cache.block_size, enable_caching=cache.enable_prefix_caching
+                self._size.num_blocks, cache.block_size, enable_caching=cache.enable_prefix_caching
             ),
             clock=time.monotonic_ns,
             obs=self.obs,
         )
 
-    def _phase(self, phase: StartupPhase) -> "_StartupTimer":
-        return _StartupTimer(self, phase)
-
-
-class _StartupTimer:
-    """Times one start-up phase and reports it."""
-
-    def __init__(self, core: EngineCore, phase: StartupPhase) -> None:
-        self._core = core
-        self._phase = phase
-
-    def __enter__(self) -> None:
-        self._began_ns = time.monotonic_ns()
-
-    def __exit__(self, *_: object) -> None:
-        ended_ns = time.monotonic_ns()
-        self._core.startup_ns[self._phase.label] = ended_ns - self._began_ns
-        self._core.obs.startup(self._phase, self._began_ns, ended_ns)
-        logger.debug("%s took %.3f s", self._phase.label, (ended_ns - self._began_ns) / 1e9)
+    @contextmanager
+    def _phase(self, phase: StartupPhase) -> Iterator[None]:
+        """Time one start-up phase and report it."""
+        began_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            ended_ns = time.monotonic_ns()
+            self.startup_ns[phase.label] = ended_ns - began_ns
+            self.obs.startup(phase, began_ns, ended_ns)
+            logger.debug("%s took %.3f s", phase.label, (ended_ns - began_ns) / 1e9)

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -32,7 +33,7 @@ from engine.types.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from instrumentation import Instrument, ObservabilityConfig, Role, StartupPhase, ThreadName
+from instrumentation import Instrument, Role, StartupPhase, ThreadName
 from instrumentation.setup import setup
 
 logger = get_logger(__name__)
@@ -60,12 +61,17 @@ class EngineCoreProc:
         self._input: queue.SimpleQueue[tuple[MessageType, Any]] = queue.SimpleQueue()
         self._output: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
         self._running = True
-        self._output_socket = output_socket
         self._input_thread = threading.Thread(
-            target=self._receive, args=(input_socket,), name=ThreadName.INPUT_IO, daemon=True
+            target=self._guard,
+            args=(self._receive, input_socket),
+            name=ThreadName.INPUT_IO,
+            daemon=True,
         )
         self._output_thread = threading.Thread(
-            target=self._send, args=(output_socket,), name=ThreadName.OUTPUT_IO, daemon=True
+            target=self._guard,
+            args=(self._send, output_socket),
+            name=ThreadName.OUTPUT_IO,
+            daemon=True,
         )
 
     def run_busy_loop(self) -> None:
@@ -82,10 +88,14 @@ class EngineCoreProc:
         """Leave the busy loop after the current step."""
         self._input.put((MessageType.SHUTDOWN, None))
 
-    def close(self) -> None:
-        """Send what is left and stop the core."""
+    def flush(self) -> None:
+        """Send what is left and end the output thread: its socket is free for the caller."""
         self._output.put(None)
         self._output_thread.join(timeout=2.0)
+
+    def close(self) -> None:
+        """Send what is left and stop the core."""
+        self.flush()
         self.core.shutdown()
 
     def _take_messages(self) -> None:
@@ -104,6 +114,8 @@ class EngineCoreProc:
             self._publish(self.core.abort_requests(content))
         elif kind is MessageType.UTILITY:
             self._publish({0: EngineCoreOutputs(utility=self._call(content))})
+        elif kind is MessageType.FAILED:
+            raise content
         else:
             assert kind is MessageType.SHUTDOWN
             self._running = False
@@ -119,6 +131,13 @@ class EngineCoreProc:
         for package in outputs.values():
             package.engine_index = self.engine_index
             self._output.put(package)
+
+    def _guard(self, work: Callable[[zmq.Socket], None], socket: zmq.Socket) -> None:
+        """Run a thread's work; a failure ends the engine instead of leaving its callers waiting."""
+        try:
+            work(socket)
+        except Exception as error:
+            self._input.put((MessageType.FAILED, error))
 
     def _receive(self, socket: zmq.Socket) -> None:
         """Input thread: decode, and do what needs no scheduler."""
@@ -164,13 +183,12 @@ def run_engine_core(
     settings = EngineConfig.from_dict(config)
     configure(settings.process.log_level, role="EngineCore", own_process=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
-    context = zmq.Context(io_threads=1)
-    input_socket = _connect(context, zmq.DEALER, input_address, str(engine_index).encode())
-    output_socket = _connect(context, zmq.PUSH, output_address)
-    observability = ObservabilityConfig(
-        trace_dir=run_dir, phase_times=not settings.process.disable_log_stats
-    )
-    obs = setup(observability, role=Role.CORE, rank=engine_index)
+    # Two contexts, because at the end the input thread still waits at its socket: closing that
+    # from here aborts the process now and then. Only the output's context is ended.
+    input_context, output_context = zmq.Context(io_threads=1), zmq.Context(io_threads=1)
+    input_socket = _connect(input_context, zmq.DEALER, input_address, str(engine_index).encode())
+    output_socket = _connect(output_context, zmq.PUSH, output_address)
+    obs = setup(settings.process.observability(run_dir), role=Role.CORE, rank=engine_index)
     try:
         if protocol_version != PROTOCOL_VERSION:
             raise EngineStartError(f"frontend {protocol_version}, core {PROTOCOL_VERSION}")
@@ -185,7 +203,7 @@ def run_engine_core(
         )
     except Exception as error:
         input_socket.send_multipart([MessageType.FAILED.value, _failure(error)])
-        _leave(context, obs, code=1)
+        _leave(input_context, obs, code=1)
     signal.signal(signal.SIGTERM, lambda *_: proc.stop())
     built_ns = time.monotonic_ns()
     ready = msgspec.msgpack.encode(proc.core.ready_response())
@@ -194,11 +212,12 @@ def run_engine_core(
     try:
         proc.run_busy_loop()
     except Exception as error:
-        logger.exception("the engine core failed in a step")
+        logger.exception("the engine core failed")
+        proc.flush()
         output_socket.send_multipart([MessageType.FAILED.value, _failure(error)])
-        _leave(context, obs, code=1)
+        _leave(output_context, obs, code=1)
     proc.close()
-    _leave(context, obs, code=0)
+    _leave(output_context, obs, code=0)
 
 
 def _connect(
@@ -228,7 +247,7 @@ def _failure(error: Exception) -> bytes:
     return msgspec.msgpack.encode(EngineCoreFailure(type(error).__name__, str(error), text))
 
 
-def _leave(context: zmq.Context, obs: Instrument, *, code: int) -> None:
+def _leave(context: zmq.Context, obs: Instrument, *, code: int) -> NoReturn:
     """End the process once everything is sent, without waiting for torch's own teardown."""
     obs.close()
     context.destroy(linger=2000)

@@ -33,7 +33,6 @@ class Request:
         "block_hashes",
         "cache_salt",
         "client_index",
-        "error",
         "finish_reason",
         "num",
         "num_cached_tokens",
@@ -47,7 +46,6 @@ class Request:
         "status",
         "stop_reason",
         "times",
-        "traceparent",
     )
 
     def __init__(self, message: EngineCoreRequest, block_hasher: BlockHasher | None) -> None:
@@ -58,17 +56,15 @@ class Request:
         self.priority = message.priority
         self.arrival_ns = message.arrival_ns
         self.cache_salt = message.cache_salt
-        self.traceparent = message.traceparent
         self.all_token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
-        self.num_cached_tokens = -1
+        self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.error: str | None = None
         self.times = CoreTimes()
         self.block_hasher = block_hasher
         self.block_hashes: list[bytes] = []

@@ -9,28 +9,17 @@ Knows counts, queues and blocks; no tensor, no text, no clock but the one handed
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.core.kv_cache_manager import KVCacheManager, PrefixHit
 from engine.core.request import Request, RequestStatus
 from engine.core.request_queue import make_request_queue
+from engine.core.step_builder import StepBuilder
+from engine.core.step_recorder import StepRecorder
 from engine.core.stop import check_stop, output_limit
 from engine.types.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from engine.types.plan import (
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
-from instrumentation import (
-    NULL,
-    AdmissionStop,
-    Event,
-    Instrument,
-    Preemption,
-    StepLabel,
-    StepRecord,
-)
+from engine.types.plan import ModelRunnerOutput, SchedulerOutput
+from instrumentation import NULL, AdmissionStop, Event, Instrument, Preemption, StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,35 +32,6 @@ class SchedulerLimits:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
-
-
-@dataclass(slots=True)
-class _StepState:
-    """One step while it is being put together."""
-
-    token_budget: int
-    now_ns: int
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    new: list[NewRequestData] = field(default_factory=list)
-    cached: list[CachedRequestData] = field(default_factory=list)
-    scheduled: list[Request] = field(default_factory=list)
-    preempted_any: bool = False
-    admission_stop: AdmissionStop = AdmissionStop.NONE
-    stopped_at: int = -1
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What has happened since the last recorded step.
-
-    Prefix look-ups are in tokens, those of requests that had been preempted apart.
-    """
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preempted_prefix_queries: int = 0
-    preempted_prefix_hits: int = 0
-    preempted: list[Preemption] = field(default_factory=list)
 
 
 class Scheduler:
@@ -94,8 +54,7 @@ class Scheduler:
         self._clock = clock
         self._step = 0
         self._forgettable: list[str] = []
-        self._tally = _Tally()
-        self._evictions_seen = 0
+        self._recorder = StepRecorder(kv_cache)
 
     # -- requests in ---------------------------------------------------------------------------
 
@@ -110,7 +69,6 @@ class Scheduler:
         """End requests from outside, in whatever state they are; unknown ids are ignored."""
         ended = [self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests]
         for request in ended:
-            self._dequeue(request)
             self._finish(request, reason)
         return ended
 
@@ -125,12 +83,12 @@ class Scheduler:
 
         Returns None when there is nothing to compute until a step in flight is done.
         """
-        step = _StepState(self.limits.max_num_batched_tokens, self._clock())
+        step = StepBuilder(self.limits.max_num_batched_tokens, self._clock())
         self._schedule_running(step)
-        if not step.preempted_any:
-            self._schedule_waiting(step)
-        else:
+        if step.preempted_any:
             step.admission_stop = AdmissionStop.AFTER_PREEMPTION
+        else:
+            self._schedule_waiting(step)
         return self._conclude(step)
 
     def update_from_output(
@@ -152,35 +110,19 @@ class Scheduler:
             if request is None or not token_ids:
                 continue
             record.num_sampled_tokens += len(token_ids)
-            output = EngineCoreOutput(
-                request_id,
-                token_ids,
-                result.logprobs[row] if result.logprobs else None,
-                result.prompt_logprobs.get(request_id),
-                num_cached_tokens=request.num_cached_tokens,
-            )
-            package = packages.get(request.client_index)
-            if package is None:
-                package = packages[request.client_index] = EngineCoreOutputs(timestamp_ns=now_ns)
-            package.outputs.append(output)
-            reason = self._append(request, token_ids, now_ns)
+            output = self._append(request, token_ids, now_ns)
+            output.new_logprobs = result.logprobs[row] if result.logprobs else None
+            output.prompt_logprobs = result.prompt_logprobs.get(request_id)
             if request.num_output_tokens == len(token_ids):
                 first_tokens.append(request.num)
-                output.times = request.times
-            elif request.num_preemptions:
-                output.times = request.times  # any output may turn out to hold a stop string
-            if reason is not None:
+            if output.finished:
                 finished.append(request.num)
-                self._dequeue(request)
-                self._finish(request, reason)
-                output.finish_reason = reason
-                output.stop_reason = request.stop_reason
-                output.times = request.times
-        record.first_tokens, record.finished = tuple(first_tokens), tuple(finished)
-        pool = self.kv_cache.pool
-        record.num_blocks_used_at_end = pool.num_used_blocks
-        record.num_blocks_cached_free_at_end = pool.num_cached_free_blocks
-        record.end_ns = self._clock()
+            if request.client_index not in packages:
+                packages[request.client_index] = EngineCoreOutputs(timestamp_ns=now_ns)
+            packages[request.client_index].outputs.append(output)
+        self._recorder.complete(
+            record, first_tokens=first_tokens, finished=finished, end_ns=self._clock()
+        )
         return packages
 
     def check_integrity(self) -> None:
@@ -193,7 +135,7 @@ class Scheduler:
 
     # -- running requests ------------------------------------------------------------------------
 
-    def _schedule_running(self, step: _StepState) -> None:
+    def _schedule_running(self, step: StepBuilder) -> None:
         for request in self.waiting.in_order(self.running):
             if step.token_budget == 0:
                 return
@@ -205,10 +147,7 @@ class Scheduler:
             added = self._allocate_or_preempt(request, num_tokens, step)
             if added is None:
                 continue
-            step.cached.append(
-                CachedRequestData(request.request_id, added, request.num_computed_tokens)
-            )
-            self._take(request, num_tokens, step)
+            step.add_cached(request, num_tokens, added)
 
     def _deficit(self, request: Request) -> int:
         """Tokens that exist or are being sampled, less those computed; 0 at the output's end."""
@@ -224,7 +163,7 @@ class Scheduler:
         return min(num_tokens, threshold) if threshold else num_tokens
 
     def _allocate_or_preempt(
-        self, request: Request, num_tokens: int, step: _StepState
+        self, request: Request, num_tokens: int, step: StepBuilder
     ) -> list[int] | None:
         """Blocks for the request, preempting others until there are; None: it went itself."""
         while (added := self.kv_cache.allocate_slots(request, num_tokens)) is None:
@@ -234,7 +173,7 @@ class Scheduler:
                 return None
         return added
 
-    def _preempt(self, request: Request, step: _StepState) -> None:
+    def _preempt(self, request: Request, step: StepBuilder) -> None:
         """Take the request's blocks and send it back to the queue, to be recomputed."""
         # Running requests are planned in the order of the policy and preempted from its end. One
         # that this step computes must not go: its full blocks are registered already.
@@ -243,27 +182,27 @@ class Scheduler:
         num_tokens = request.num_computed_tokens
         num_blocks = self.kv_cache.free(request)
         step.preempted_any = True
-        self._tally.preempted.append(Preemption(request.num, num_blocks, num_tokens))
+        self._recorder.count_preemption(Preemption(request.num, num_blocks, num_tokens))
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_output_placeholders = 0
         request.num_preemptions += 1
-        request.times.preemptions.append((step.now_ns, 0))
+        request.times.preemptions.append((step.begin_ns, 0))
         self._forgettable.append(request.request_id)
         self.waiting.put_back(request)
         self.obs.event(Event.PREEMPT, request.request_id, value=num_tokens)
 
     # -- waiting requests ------------------------------------------------------------------------
 
-    def _schedule_waiting(self, step: _StepState) -> None:
+    def _schedule_waiting(self, step: StepBuilder) -> None:
         while self.waiting:
             request = self.waiting.peek()
             step.admission_stop = self._try_to_admit(request, step)
             if step.admission_stop is not AdmissionStop.NONE:
-                step.stopped_at = request.num
+                step.admission_stop_request_num = request.num
                 return
 
-    def _try_to_admit(self, request: Request, step: _StepState) -> AdmissionStop:
+    def _try_to_admit(self, request: Request, step: StepBuilder) -> AdmissionStop:
         """Admit the next waiting request, or say what is in its way."""
         if len(self.running) == self.limits.max_num_seqs:
             return AdmissionStop.MAX_NUM_SEQS
@@ -286,136 +225,68 @@ class Scheduler:
         hit: PrefixHit,
         block_ids: list[int],
         num_tokens: int,
-        step: _StepState,
+        step: StepBuilder,
     ) -> None:
-        self._count_prefix(request, hit)
+        self._recorder.count_prefix_lookup(request, hit.num_tokens)
         if request.status == RequestStatus.PREEMPTED:
             preempted_ns, _ = request.times.preemptions[-1]
-            request.times.preemptions[-1] = (preempted_ns, step.now_ns)
+            request.times.preemptions[-1] = (preempted_ns, step.begin_ns)
             self.obs.event(Event.RESUME, request.request_id, value=hit.num_tokens)
         else:
-            request.times.first_scheduled_ns = step.now_ns
+            request.times.first_scheduled_ns = step.begin_ns
             request.num_cached_tokens = hit.num_tokens
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
         self.running.append(request)
-        step.new.append(
-            NewRequestData(
-                request.request_id,
-                request.prompt_token_ids,
-                request.output_token_ids,
-                request.sampling_params,
-                list(block_ids),
-                hit.num_tokens,
-            )
-        )
-        self._take(request, num_tokens, step)
-
-    def _count_prefix(self, request: Request, hit: PrefixHit) -> None:
-        if not self.kv_cache.enable_caching:
-            return
-        if request.status == RequestStatus.PREEMPTED:
-            self._tally.preempted_prefix_queries += request.num_tokens
-            self._tally.preempted_prefix_hits += hit.num_tokens
-        else:
-            self._tally.prefix_queries += request.num_tokens
-            self._tally.prefix_hits += hit.num_tokens
+        step.add_new(request, num_tokens, block_ids)
 
     # -- closing the step ------------------------------------------------------------------------
 
-    def _take(self, request: Request, num_tokens: int, step: _StepState) -> None:
-        step.num_scheduled_tokens[request.request_id] = num_tokens
-        step.token_budget -= num_tokens
-        step.scheduled.append(request)
-
-    def _conclude(self, step: _StepState) -> tuple[SchedulerOutput, StepRecord] | None:
-        """Verify the budgets, advance planned state, and write the step down."""
-        budget = self.limits.max_num_batched_tokens
-        total = budget - step.token_budget
-        assert total == sum(step.num_scheduled_tokens.values()) <= budget
+    def _conclude(self, step: StepBuilder) -> tuple[SchedulerOutput, StepRecord] | None:
+        """Advance planned state, and write the step down."""
         assert len(self.running) <= self.limits.max_num_seqs
-        if total == 0:
+        if not step.scheduled:
             return None
         self._step += 1
-        label, scheduled = self._advance(step)
-        forgettable, self._forgettable = self._forgettable, []
-        plan = SchedulerOutput(
-            step=self._step,
-            scheduled_new_reqs=step.new,
-            scheduled_cached_reqs=step.cached,
-            num_scheduled_tokens=step.num_scheduled_tokens,
-            total_num_scheduled_tokens=total,
-            finished_req_ids=forgettable,
-            label=label,
+        label = step.advance()
+        plan = step.plan(self._step, label, forget=self._forgettable)
+        self._forgettable = []
+        record = self._recorder.record(
+            self._step, step, label, num_running=len(self.running), num_waiting=len(self.waiting)
         )
-        return plan, self._record(step, label, scheduled)
-
-    def _advance(self, step: _StepState) -> tuple[StepLabel, list[int]]:
-        context = context_tokens = 0
-        scheduled: list[int] = []
-        for request in step.scheduled:
-            num_tokens = step.num_scheduled_tokens[request.request_id]
-            scheduled += (request.num, num_tokens)
-            if request.in_context_phase():
-                context += 1
-                context_tokens += num_tokens
-            request.num_computed_tokens += num_tokens
-            if request.num_computed_tokens >= request.num_planned_tokens:
-                request.num_output_placeholders += 1
-        generation = len(step.scheduled) - context
-        generation_tokens = sum(scheduled[1::2]) - context_tokens
-        return StepLabel(context, context_tokens, generation, generation_tokens), scheduled
-
-    def _record(self, step: _StepState, label: StepLabel, scheduled: list[int]) -> StepRecord:
-        pool, tally = self.kv_cache.pool, self._tally
-        evictions = pool.num_evictions - self._evictions_seen
-        self._evictions_seen, self._tally = pool.num_evictions, _Tally()
-        cached_free = pool.num_cached_free_blocks
-        return StepRecord(
-            step=self._step,
-            begin_ns=step.now_ns,
-            end_ns=0,
-            num_context_requests=label.num_context_requests,
-            num_context_tokens=label.num_context_tokens,
-            num_generation_requests=label.num_generation_requests,
-            num_generation_tokens=label.num_generation_tokens,
-            token_budget_left=step.token_budget,
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            waiting_by_reason=(len(self.waiting), 0),
-            admission_stop=step.admission_stop,
-            admission_stop_request_num=step.stopped_at,
-            preempted=tuple(tally.preempted),
-            num_blocks_used=pool.num_used_blocks,
-            num_blocks_cached_free=cached_free,
-            num_blocks_free=pool.num_free_blocks - cached_free,
-            prefix_query_tokens=tally.prefix_queries,
-            prefix_hit_tokens=tally.prefix_hits,
-            preempted_prefix_query_tokens=tally.preempted_prefix_queries,
-            preempted_prefix_hit_tokens=tally.preempted_prefix_hits,
-            num_evicted_blocks=evictions,
-            scheduled=tuple(scheduled),
-        )
+        return plan, record
 
     # -- results -----------------------------------------------------------------------------------
 
-    def _append(self, request: Request, token_ids: list[int], now_ns: int) -> FinishReason | None:
+    def _append(self, request: Request, token_ids: list[int], now_ns: int) -> EngineCoreOutput:
+        """Add sampled tokens to a request, and end it if they are its last."""
         request.append_output(token_ids)
-        request.times.first_token_ns = request.times.first_token_ns or now_ns
-        request.times.last_token_ns = now_ns
-        return check_stop(request, self.limits.max_model_len)
+        is_first = request.num_output_tokens == len(token_ids)
+        times = request.times
+        if is_first:
+            times.first_token_ns = now_ns
+        times.last_token_ns = now_ns
+        reason = check_stop(request, self.limits.max_model_len)
+        if reason is not None:
+            self._finish(request, reason)
+        # After a preemption any output may be the last: the frontend may find a stop string in it.
+        is_told = is_first or reason is not None or request.num_preemptions > 0
+        return EngineCoreOutput(
+            request.request_id,
+            token_ids,
+            finish_reason=reason,
+            stop_reason=request.stop_reason,
+            num_cached_tokens=request.num_cached_tokens,
+            times=times if is_told else None,
+        )
 
-    def _dequeue(self, request: Request) -> None:
-        """Take a request off the list or queue that holds it.
-
-        One that is being ended by a step's result may have been preempted by the next step.
-        """
-        if request.status == RequestStatus.RUNNING:
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """Take a request out, wherever it stands, and give its blocks back."""
+        # One that a step's result ends may have been preempted by the next step.
+        if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self.kv_cache.free(request)

@@ -128,7 +128,6 @@ class InputProcessor:
 
     def _unpack(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
         """Text or ids (one of them None) and the cache salt."""
-        salt = None
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _PROMPT_KEYS
             if unknown or not {"prompt", "prompt_token_ids"} & set(prompt):
@@ -150,7 +149,7 @@ class InputProcessor:
             return text, self._check_ids(ids), salt
         if isinstance(prompt, str):
             return prompt, None, None
-        return None, self._check_ids(prompt), salt
+        return None, self._check_ids(prompt), None
 
     def _check_ids(self, ids: Any) -> list[int]:
         if isinstance(ids, bytes | bytearray) or not isinstance(ids, Sequence):

@@ -13,7 +13,7 @@ from typing import Any
 from engine.checkpoint.architecture import read_model_config
 from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, PromptError
+from engine.errors import ConfigError, EngineDeadError, PromptError
 from engine.frontend.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import OutputProcessor
@@ -52,7 +52,7 @@ class LLMEngine:
         began_ns = time.monotonic_ns()
         source = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
         self.model_config = read_model_config(source)
-        resolve_limits(config, self.model_config)
+        resolve_limits(config, self.model_config)  # a wrong setting fails before a core is spawned
         resolved_ns = time.monotonic_ns()
         obs.startup(StartupPhase.RESOLVE_CONFIG, began_ns, resolved_ns)
         self.engine_core = EngineCoreClient.make_client(config, run_dir=run_dir, obs=obs)
@@ -62,7 +62,9 @@ class LLMEngine:
             # The tokenizer loads while the core boots.
             self.tokenizer: Tokenizer | None = None
             if not config.model.skip_tokenizer_init:
-                self.tokenizer = get_tokenizer(source, name=config.model.tokenizer)
+                self.tokenizer = get_tokenizer(
+                    source, name=config.model.tokenizer, download_dir=config.model.download_dir
+                )
             tokenizer_ns = time.monotonic_ns()
             obs.startup(StartupPhase.TOKENIZER, spawned_ns, tokenizer_ns)
             self.ready = self.engine_core.wait_ready()
@@ -92,8 +94,11 @@ class LLMEngine:
         Raises:
             PromptError: the prompt is no good, or the id belongs to an unfinished request.
             SamplingParamsError: a parameter that this model or engine cannot honour.
+            ConfigError: a priority without scheduling_policy="priority".
             EngineDeadError: the core has died.
         """
+        if priority != 0:
+            self.require_priority_scheduling()
         arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
         with self.obs.process_inputs:
             own = self.input_processor.process_params(params)
@@ -137,6 +142,15 @@ class LLMEngine:
             )
             with self.obs.send:
                 self.engine_core.add_request(request)
+
+    def require_priority_scheduling(self) -> None:
+        """Refuse priorities that would have no effect.
+
+        Raises:
+            ConfigError: the engine serves requests in the order in which they come.
+        """
+        if self.config.scheduler.scheduling_policy != "priority":
+            raise ConfigError('priority needs LLM(scheduling_policy="priority")')
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
         """End requests; each gives one last output that says abort. Unknown ids are ignored."""

@@ -167,8 +167,7 @@ class OutputProcessor:
         timelines = []
         for core_id in self.core_ids(external_ids):
             state = self._states[core_id]
-            output = EngineCoreOutput(core_id, [], error=error)
-            timelines.append(_timeline(state, output, str(reason)))
+            timelines.append(_timeline(state, str(reason), error=error))
             self.obs.request(timelines[-1])
             self._forget(state)
         return timelines
@@ -209,7 +208,7 @@ class OutputProcessor:
         finish_reason, timeline = None, None
         if reason is not None:
             finish_reason = str(reason)
-            timeline = _timeline(state, output, finish_reason, stop_reason)
+            timeline = _timeline(state, finish_reason, stop_reason=stop_reason, error=output.error)
             done.timelines.append(timeline)
             self._forget(state)
         completion = state.completion(finish_reason, stop_reason, timeline)
@@ -229,7 +228,7 @@ class OutputProcessor:
             done.token_gaps_ns.append(timestamp_ns - state.last_token_ns)
         state.last_token_ns = timestamp_ns
         if output.times is not None and output.times.first_token_ns == timestamp_ns:
-            done.first_tokens.append(_timeline(state, output, None))
+            done.first_tokens.append(_timeline(state, None))
 
     def _forget(self, state: RequestState) -> None:
         core_id = state.request.request_id
@@ -265,9 +264,10 @@ def _request_output(
 
 def _timeline(
     state: RequestState,
-    output: EngineCoreOutput,
     finish_reason: str | None,
+    *,
     stop_reason: int | str | None = None,
+    error: str | None = None,
 ) -> RequestTimeline:
     """The request's life so far, from the core's stamps and our own."""
     request, times, parent = state.request, state.times, state.parent
@@ -288,6 +288,6 @@ def _timeline(
         num_generation_tokens=len(state.detokenizer.output_token_ids),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
-        error=output.error,
+        error=error,
         traceparent=request.traceparent,
     )

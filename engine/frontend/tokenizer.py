@@ -212,19 +212,19 @@ class Tokenizer:
 
 
 def get_tokenizer(
-    source: ModelSource, *, name: str | None = None, revision: str | None = None
+    source: ModelSource, *, name: str | None = None, download_dir: str | None = None
 ) -> Tokenizer:
     """The tokenizer of a model, or another one.
 
     Args:
         source: the model's files.
         name: take this one instead: a folder, a tokenizer.json, a .gguf file or a hub repository.
-        revision: branch, tag or commit of the hub repository.
+        download_dir: where hub downloads are kept; the hub's own cache by default.
 
     Raises:
         TokenizerError: there is none, or it cannot be read.
     """
-    path = source.path if name is None else find_tokenizer(name, revision=revision)
+    path = source.path if name is None else find_tokenizer(name, download_dir=download_dir)
     files = read_tokenizer(path)
     return Tokenizer(
         files.backend,

@@ -10,15 +10,15 @@ its name is made of the source's path, sizes and modification times and Transfor
 import atexit
 import hashlib
 import importlib.metadata
-import logging
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from engine.errors import TokenizerError
+from engine.log import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SLOW_TOKENIZER_FILES = (
     "tokenizer.model",
@@ -50,7 +50,7 @@ def converted_folder(source: Path) -> Path:
     target = cache_root() / _cache_key(source)
     if (target / "tokenizer.json").is_file():
         return target
-    work = Path(tempfile.mkdtemp(prefix="isinglass-tokenizer-"))
+    work = Path(tempfile.mkdtemp(prefix="converted-tokenizer-"))
     try:
         _convert(source, work)
         return _publish(work, target)

@@ -54,7 +54,7 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
     raise TokenizerError(f"no tokenizer at {path}: give a folder, a tokenizer.json or a .gguf file")
 
 
-def find_tokenizer(name: str, *, revision: str | None = None) -> Path:
+def find_tokenizer(name: str, *, download_dir: str | None = None) -> Path:
     """The file or folder of a tokenizer that a user named; fetched if it is a hub repository.
 
     Raises:
@@ -68,7 +68,7 @@ def find_tokenizer(name: str, *, revision: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        folder = snapshot_download(name, revision=revision, allow_patterns=list(HUB_PATTERNS))
+        folder = snapshot_download(name, cache_dir=download_dir, allow_patterns=list(HUB_PATTERNS))
     except Exception as error:  # the hub client and its HTTP library raise errors of many kinds
         raise TokenizerError(
             f"no tokenizer {name!r}: there is no such folder, and the hub repository could not be "

@@ -5,6 +5,7 @@ caller's script defines belongs to `__main__`; the core then loads that script's
 name `__mp_main__`, as multiprocessing does, and the script needs a `__main__` guard.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -24,10 +25,11 @@ def portable_classes(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], s
     if not any(name.startswith("__mp_main__:") for name in names):
         return settings, None
     main_path = getattr(sys.modules["__main__"], "__file__", None)
-    if main_path is None:
+    if main_path is None or not os.path.isfile(main_path):  # a script from standard input has one
         raise ConfigError(
-            "a logits processor defined in an interactive session cannot be imported by the "
-            "engine core. Put it into a module, or use enable_multiprocessing=False."
+            "a logits processor defined in an interactive session or a script from standard input "
+            "cannot be imported by the engine core. Put it into a module, or use "
+            "enable_multiprocessing=False."
         )
     return settings, main_path
 

@@ -14,7 +14,7 @@ from engine.types.messages import (
     EngineCoreReadyResponse,
     EngineCoreRequest,
 )
-from instrumentation import ObservabilityConfig, Role
+from instrumentation import Role
 from instrumentation.setup import setup
 
 
@@ -24,11 +24,12 @@ class InprocClient(EngineCoreClient):
 
     def __init__(self, config: EngineConfig, *, run_dir: str | None) -> None:
         # The core keeps a journal of its own, as it does in a process of its own.
-        observability = ObservabilityConfig(
-            trace_dir=run_dir, phase_times=not config.process.disable_log_stats
-        )
-        obs = setup(observability, role=Role.CORE)
-        self._core = EngineCore(config, UniprocExecutor, obs=obs)
+        obs = setup(config.process.observability(run_dir), role=Role.CORE)
+        try:
+            self._core = EngineCore(config, UniprocExecutor, obs=obs)
+        except BaseException:
+            obs.close()
+            raise
         self._ready: deque[EngineCoreOutputs] = deque()
         self._death: EngineDeadError | None = None
 

@@ -213,7 +213,7 @@ class SyncMPClient(EngineCoreClient):
         return self._decoder.decode(frames)
 
     def _handshake(self) -> EngineCoreReadyResponse:
-        core, deadline = self._core, time.monotonic() + self._timeout_s
+        core = self._core
         if not core.poll(core.input, self._timeout_s):
             if core.is_dead:
                 death = core.death()
@@ -222,7 +222,6 @@ class SyncMPClient(EngineCoreClient):
                 f"the engine core was not ready after {self._timeout_s:g} s; "
                 "raise engine_ready_timeout_s for a large model or a slow disk."
             )
-        assert time.monotonic() < deadline + 1
         _, kind, payload = core.input.recv_multipart()
         if kind == MessageType.FAILED.value:
             raise _startup_error(msgspec.msgpack.decode(payload, type=EngineCoreFailure))

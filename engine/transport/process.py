@@ -1,5 +1,6 @@
 """A spawned child process: start, the last lines it logged, how it ended, how to stop it."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -31,7 +32,6 @@ class SpawnedProcess:
         private_dir: str,
         main_path: str | None = None,
     ) -> None:
-        self.name = name
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
@@ -91,7 +91,9 @@ class SpawnedProcess:
                 self._process.kill()
                 self.wait()
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            # Broken if it died before it had read the boot message, which is still to be flushed.
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         self._forwarder.join(timeout=1.0)
 
     def _forward_log(self) -> None:

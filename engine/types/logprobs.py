@@ -6,7 +6,7 @@ these containers passes the function that decodes a token.
 """
 
 import operator
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -25,6 +25,11 @@ class LogprobsLists(NamedTuple):
     """[num_positions, k + 1] float32."""
     ranks: np.ndarray
     """[num_positions] int32."""
+
+    @classmethod
+    def concatenate(cls, parts: "Sequence[LogprobsLists]") -> "LogprobsLists":
+        """The positions of all parts in their order; at least one part, all of one width."""
+        return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 class Logprob:

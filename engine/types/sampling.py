@@ -6,7 +6,6 @@ of how a token is drawn: that is `engine.worker.sampler`.
 """
 
 import enum
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -15,6 +14,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from engine.errors import SamplingParamsError
+from engine.log import get_logger
 from engine.types.sampling_checks import (
     check_extra_args,
     check_in_vocabulary,
@@ -28,7 +28,7 @@ from engine.types.sampling_checks import (
     short,
 )
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Temperatures below this one select the most likely token instead of drawing one."""

@@ -12,6 +12,7 @@ import torch
 
 from engine.types.sampling import SamplingParams
 from engine.worker.logits_processor import BatchUpdate, LogitsProcessor, apply_update
+from engine.worker.transfer import to_device
 
 
 def row_token_pairs(
@@ -31,8 +32,7 @@ def row_token_pairs(
     for row, token_ids in entries:
         columns.extend(token_ids)
         rows.extend([row] * (len(columns) - len(rows)))
-    pairs = torch.from_numpy(np.array((rows, columns), dtype=np.int64))  # [2, num_pairs]
-    pairs = pairs.to(device, non_blocking=True)
+    pairs = to_device(np.array((rows, columns), dtype=np.int64), device)  # [2, num_pairs]
     return pairs[0], pairs[1]
 
 
@@ -88,7 +88,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
             return
         self._pairs = row_token_pairs(self._state.items(), self._device) if self._state else None
         biases = [bias for by_token in self._state.values() for bias in by_token.values()]
-        self._biases = torch.tensor(biases, dtype=torch.float32).to(self._device, non_blocking=True)
+        self._biases = to_device(np.array(biases, dtype=np.float32), self._device)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Add the biases, in place; [batch_size, vocab_size]."""

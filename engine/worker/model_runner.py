@@ -19,6 +19,8 @@ from engine.types.plan import ModelRunnerOutput, SchedulerOutput
 from engine.worker.input_batch import CachedRequestState, InputBatch, StepInputs
 from engine.worker.prompt_logprobs import PromptLogprobsBuilder
 from engine.worker.sampler import Sampler
+from engine.worker.token_logprobs import slice_logprobs
+from engine.worker.transfer import to_device
 from instrumentation import GraphMode, Instrument, WorkerStepRecord
 
 
@@ -53,7 +55,7 @@ class ModelRunner:
         self.obs = obs
         self.kv_caches: list[torch.Tensor] = []
         self.requests: dict[str, CachedRequestState] = {}
-        self._prompt_logprobs = PromptLogprobsBuilder(model, sampler)
+        self._prompt_logprobs = PromptLogprobsBuilder(model)
         self._launched: _Launched | None = None
 
     @torch.inference_mode()
@@ -141,9 +143,7 @@ class ModelRunner:
             self.requests[new.req_id] = state
             batch.add(state)
 
-    def _record_tokens(
-        self, sampled: torch.Tensor | np.ndarray, inputs: StepInputs
-    ) -> list[list[int]]:
+    def _record_tokens(self, sampled: torch.Tensor, inputs: StepInputs) -> list[list[int]]:
         """Append each sampled token to its request; rows with prompt left to compute have none."""
         tokens: list[list[int]] = []
         for row, token_id in enumerate(sampled.tolist()):
@@ -164,19 +164,9 @@ class ModelRunner:
         rows: list[LogprobsLists | None] = []
         for row, req_id in enumerate(self.batch.req_ids):
             wanted = self.requests[req_id].sampling_params.logprobs
-            if wanted is None or not inputs.samples[row]:
-                rows.append(None)
-                continue
-            width = None if wanted == -1 else wanted + 1
-            one = slice(row, row + 1)
-            rows.append(
-                LogprobsLists(
-                    logprobs.token_ids[one, :width],
-                    logprobs.logprobs[one, :width],
-                    logprobs.ranks[one],
-                )
-            )
+            is_reported = wanted is not None and inputs.samples[row]
+            rows.append(slice_logprobs(logprobs, row, wanted) if is_reported else None)
         return rows
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return to_device(array, self.device)

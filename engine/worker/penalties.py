@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from engine.types.sampling import SamplingParams
+from engine.worker.transfer import to_device
 
 _INITIAL_ROOM = 64
 
@@ -112,12 +113,8 @@ def apply_penalties(logits: torch.Tensor, counts_by_row: Mapping[int, TokenCount
     subtracted = frequency * seen + presence * (seen > 0)
 
     device = logits.device
-    index = (_on(device, rows), _on(device, token_ids))
-    factor = _on(device, repetition)
+    index = (to_device(rows, device), to_device(token_ids, device))
+    factor = to_device(repetition, device)
     values = logits[index]  # [num_pairs]
     values = torch.where(values > 0, values / factor, values * factor)
-    logits[index] = values - _on(device, subtracted)
-
-
-def _on(device: torch.device, array: npt.NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    logits[index] = values - to_device(subtracted, device)

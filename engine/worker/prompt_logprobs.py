@@ -6,7 +6,7 @@ import torch
 from engine.models.base import CausalLM
 from engine.types.logprobs import LogprobsLists
 from engine.worker.input_batch import CachedRequestState, StepInputs
-from engine.worker.sampler import Sampler
+from engine.worker.token_logprobs import compute_prompt_logprobs
 
 _ROWS_AT_ONCE = 256
 """Positions projected to the vocabulary at once: bounds the memory that long prompts need."""
@@ -15,9 +15,8 @@ _ROWS_AT_ONCE = 256
 class PromptLogprobsBuilder:
     """Turns hidden states of prompt positions into logprobs of the tokens that follow them."""
 
-    def __init__(self, model: CausalLM, sampler: Sampler) -> None:
+    def __init__(self, model: CausalLM) -> None:
         self.model = model
-        self.sampler = sampler
 
     def collect(
         self,
@@ -44,9 +43,7 @@ class PromptLogprobsBuilder:
                 targets = torch.tensor(
                     state.prompt_token_ids[begin + 1 : stop + 1], device=logits.device
                 )
-                state.prompt_logprobs.append(
-                    self.sampler.compute_prompt_logprobs(logits, targets, wanted)
-                )
+                state.prompt_logprobs.append(compute_prompt_logprobs(logits, targets, wanted))
             if end >= state.num_prompt_tokens:
                 complete[req_id] = _concatenate(state.prompt_logprobs)
                 state.prompt_logprobs = []
@@ -57,4 +54,4 @@ def _concatenate(parts: list[LogprobsLists]) -> LogprobsLists:
     if not parts:  # a prompt of one token: nothing precedes it
         empty = np.empty((0, 1), dtype=np.int32)
         return LogprobsLists(empty, empty.astype(np.float32), np.empty(0, dtype=np.int32))
-    return LogprobsLists(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return LogprobsLists.concatenate(parts)

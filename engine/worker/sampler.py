@@ -11,25 +11,20 @@ top-p, and draw.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 
+from engine.config import LOGPROBS_MODES
 from engine.errors import ConfigError
 from engine.types.logprobs import LogprobsLists
 from engine.worker.penalties import apply_penalties
 from engine.worker.random import uniforms
 from engine.worker.sampling_state import SamplingMetadata
-from engine.worker.token_logprobs import (
-    compute_prompt_logprobs,
-    gather_logprobs,
-    scatter_rows,
-)
+from engine.worker.token_logprobs import gather_logprobs, scatter_rows
 from engine.worker.token_masks import apply_bad_words
+from engine.worker.transfer import to_device
 from engine.worker.truncation import NO_TOKEN, Truncation, draw
-
-LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +89,6 @@ class Sampler:
         return SamplerOutput(sampled_token_ids=sampled, logprobs=logprobs)
 
     @staticmethod
-    def compute_prompt_logprobs(
-        logits: torch.Tensor, target_token_ids: torch.Tensor, num_logprobs: int
-    ) -> LogprobsLists:
-        """See `engine.worker.token_logprobs.compute_prompt_logprobs`."""
-        return compute_prompt_logprobs(logits, target_token_ids, num_logprobs)
-
-    @staticmethod
     def apply_logits_processors(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Apply everything that may change the most likely token; [num_reqs, vocab_size]."""
         if metadata.allowed_tokens is not None:
@@ -109,8 +97,7 @@ class Sampler:
             apply_bad_words(logits, metadata.bad_words)
         for processor in metadata.processors:
             logits = processor.apply(logits)
-        if metadata.need_penalties:
-            apply_penalties(logits, metadata.penalties)
+        apply_penalties(logits, metadata.penalties)
         return logits
 
     @staticmethod
@@ -132,7 +119,7 @@ class Sampler:
         sampled = torch.empty(metadata.num_reqs, dtype=torch.int64, device=logits.device)
         if not metadata.all_random:
             sampled[metadata.greedy_rows] = _greedy(logits, metadata.greedy_rows, metadata)
-        temperature = torch.from_numpy(metadata.temperature).to(logits.device, non_blocking=True)
+        temperature = to_device(metadata.temperature, logits.device)
         logits = logits.div_(temperature[:, None])
         for processor in metadata.argmax_invariant_processors:
             logits = processor.apply(logits)
@@ -149,7 +136,7 @@ class Sampler:
             ),
             mask_logits=mask_logits,
         )
-        fallback = torch.from_numpy(metadata.fallback_token_ids[rows]).to(tokens.device)
+        fallback = to_device(metadata.fallback_token_ids[rows], tokens.device)
         tokens = torch.where(tokens == NO_TOKEN, fallback, tokens)
         if metadata.all_random:
             return tokens, logits
@@ -174,6 +161,4 @@ def _greedy(logits: torch.Tensor, rows: np.ndarray, metadata: SamplingMetadata) 
         return torch.from_numpy(np.where(forbidden, fallback, tokens))
     selected = logits if len(rows) == len(logits) else logits[rows]
     maximum, token_ids = selected.max(-1)
-    return torch.where(
-        maximum == -torch.inf, torch.from_numpy(fallback).to(logits.device), token_ids
-    )
+    return torch.where(maximum == -torch.inf, to_device(fallback, logits.device), token_ids)

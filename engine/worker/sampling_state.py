@@ -62,11 +62,6 @@ class SamplingMetadata:
     argmax_invariant_processors: tuple[LogitsProcessor, ...]
     """Run when any row draws, after the division by temperature."""
 
-    @property
-    def need_penalties(self) -> bool:
-        """Whether any row has a penalty."""
-        return bool(self.penalties)
-
 
 class _Row(RowState):
     __slots__ = ("bad_words", "counts")

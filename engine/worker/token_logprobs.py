@@ -97,7 +97,7 @@ def compute_prompt_logprobs(
             torch.split(logits, _ROWS_AT_A_TIME), torch.split(targets, _ROWS_AT_A_TIME), strict=True
         )
     ]
-    return LogprobsLists(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return LogprobsLists.concatenate(parts)
 
 
 def scatter_rows(lists: LogprobsLists, rows: np.ndarray, num_rows: int) -> LogprobsLists:

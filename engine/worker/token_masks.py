@@ -5,18 +5,18 @@ Knows rows, token ids and the output so far. Does not know text: words arrive as
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from engine.worker.builtin_processors import row_token_pairs
+from engine.worker.transfer import to_device
 
 
 class AllowedTokens:
     """The rows that are limited to a list of tokens; built once for each change of the batch."""
 
     def __init__(self, allowed_by_row: Mapping[int, Sequence[int]], device: torch.device) -> None:
-        self._rows = torch.tensor(list(allowed_by_row), dtype=torch.int64).to(
-            device, non_blocking=True
-        )
+        self._rows = to_device(np.array(list(allowed_by_row), dtype=np.int64), device)
         self._pairs = row_token_pairs(allowed_by_row.items(), device)
 
     def apply(self, logits: torch.Tensor) -> None:

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.worker.transfer import to_device
+
 FloatRow: TypeAlias = npt.NDArray[np.float32]
 Weights: TypeAlias = npt.NDArray[np.floating[Any]]
 
@@ -253,7 +255,7 @@ def draw_by_sort(
     weights = (logits - maximum).exp_()
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
-    targets = _on(logits.device, uniforms)[:, None] * total
+    targets = to_device(uniforms, logits.device)[:, None] * total
     tokens = torch.searchsorted(cumulative, targets, right=True)
     # First index that reaches the total: the last one of positive weight.
     last = torch.searchsorted(cumulative, total)
@@ -268,18 +270,14 @@ def _lowest_kept_logits(logits: torch.Tensor, truncation: Truncation) -> torch.T
     descending = logits.sort(-1, descending=True).values
     maximum = descending[:, :1]
     weights = (descending - maximum.masked_fill(maximum == -torch.inf, 0.0)).exp_()
-    top_k = _on(device, np.minimum(truncation.top_k, vocab_size))[:, None]
+    top_k = to_device(np.minimum(truncation.top_k, vocab_size), device)[:, None]
     kept = descending >= descending.gather(-1, top_k - 1)
-    kept &= weights >= _on(device, truncation.min_p)[:, None]
+    kept &= weights >= to_device(truncation.min_p, device)[:, None]
     weights = weights.double().masked_fill_(~kept, 0.0)
     cumulative = weights.cumsum(-1)
     before = cumulative - weights
-    top_p = _on(device, truncation.top_p)[:, None]
+    top_p = to_device(truncation.top_p, device)[:, None]
     # At top_p = 1 rounding must not cut the tail.
     kept &= (before < top_p * cumulative[:, -1:]) | (top_p == 1.0)
     num_kept = kept.sum(-1, keepdim=True).clamp_(min=1)
     return descending.gather(-1, num_kept - 1)
-
-
-def _on(device: torch.device, array: npt.NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

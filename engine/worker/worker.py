@@ -2,14 +2,13 @@
 
 import math
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionBackend, BatchLayout
+from engine.attention.base import BatchLayout
 from engine.attention.registry import select_backend
-from engine.checkpoint.architecture import ModelConfig, read_model_config
+from engine.checkpoint.architecture import read_model_config
 from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -31,14 +30,6 @@ _GPU_UTILIZATION = 0.9
 _CPU_KV_SHARE = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVBudget:
-    """What the KV cache may cost, and what one block costs."""
-
-    available_bytes: int
-    spec: KVCacheSpec
-
-
 class Worker:
     """Brings a model up on a device and runs its steps."""
 
@@ -48,19 +39,15 @@ class Worker:
         self.source = resolve_model(
             config.model.model, config.model.revision, config.model.download_dir
         )
-        self.model_config: ModelConfig = read_model_config(self.source)
+        self.model_config = read_model_config(self.source)
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.model_config.dtype, self.device)
-        self.attention: AttentionBackend = select_backend(
-            config.model.attention_backend, self.device
-        )
+        self.attention = select_backend(config.model.attention_backend, self.device)
         self.runner: ModelRunner | None = None
-        self._model_memory_bytes = 0
 
     def load_model(self) -> None:
         """Read the weights. Raises ModelError for anything wrong with the checkpoint."""
         began = time.monotonic()
-        before = available_bytes(self.device)
         self._model = load_model(
             self.source,
             self.model_config,
@@ -68,7 +55,6 @@ class Worker:
             device=self.device,
             attention_backend=self.attention,
         )
-        self._model_memory_bytes = max(0, before - available_bytes(self.device))
         logger.info(
             "loaded %s (%s, %s on %s) in %.2f s",
             self.source.name,
@@ -128,10 +114,8 @@ class Worker:
         """
         with PeakMemory(self.device) as memory:
             self._run_largest_batch()
-        explicit, share = (
-            self.config.cache.kv_cache_memory_bytes,
-            self.config.cache.gpu_memory_utilization,
-        )
+        cache = self.config.cache
+        explicit, share = cache.kv_cache_memory_bytes, cache.gpu_memory_utilization
         free = available_bytes(self.device)
         if explicit is not None:
             budget = explicit

@@ -3,7 +3,7 @@
 Knows where models come from. Does not know what is tested with them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +77,14 @@ def embedded_prompts() -> list[list[int]]:
 
 
 @pytest.fixture
-def count_tie(request: pytest.FixtureRequest) -> Iterator[Any]:
+def count_tie(request: pytest.FixtureRequest) -> Callable[[int], None]:
     """Call it with the ties that a comparison accepted; the session's total is reported."""
     stash = request.config.stash
 
     def add(ties: int) -> None:
         stash[_TIES_KEY] = stash.get(_TIES_KEY, 0) + ties
 
-    yield add
+    return add
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def children_of_this_process() -> set[int]:
     return {pid for pid in found if is_running(pid)}
 
 
-def wait_until(condition, within_s: float, complaint: str) -> None:
+def wait_until(condition: Callable[[], object], within_s: float, complaint: str) -> None:
     """Poll a condition; fail with the complaint when time is up."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -116,21 +116,28 @@ def test_death_of_the_core_during_generation(long_llama: Path, temporary: Path) 
 def test_death_of_an_idle_core(tiny_llama: Path, temporary: Path) -> None:
     with LLM(tiny_llama, skip_tokenizer_init=True, **SMALL) as llm:
         os.kill(llm.llm_engine.engine_core.core_pid, signal.SIGKILL)
-        wait_until(
-            lambda: not is_running(llm.llm_engine.engine_core.core_pid), 5, "still running"
-        )
+        wait_until(lambda: not is_running(llm.llm_engine.engine_core.core_pid), 5, "still running")
         with pytest.raises(EngineDeadError) as caught:
             llm.generate([[5]], use_tqdm=False)
         assert caught.value.exit_code == -signal.SIGKILL
     assert not socket_folders(temporary)
 
 
+def test_termination_of_the_core(tiny_llama: Path, temporary: Path) -> None:
+    with LLM(tiny_llama, skip_tokenizer_init=True, **SMALL) as llm:
+        pid = llm.llm_engine.engine_core.core_pid
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not is_running(pid), 5, "still running")
+        with pytest.raises(EngineDeadError) as caught:
+            llm.generate([[5]], use_tqdm=False)
+        assert caught.value.exit_code == 0, "it stops in good order"
+    assert not socket_folders(temporary)
+
+
 def test_an_error_in_a_step_tells_its_cause(tiny_llama: Path, temporary: Path) -> None:
     """A user's logits processor raises in the core."""
     processor = "tests.integration.processors:Raises"
-    with LLM(
-        tiny_llama, skip_tokenizer_init=True, logits_processors=[processor], **SMALL
-    ) as llm:
+    with LLM(tiny_llama, skip_tokenizer_init=True, logits_processors=[processor], **SMALL) as llm:
         with pytest.raises(EngineDeadError) as caught:
             llm.generate([[5, 6]], LONG.clone(max_tokens=5), use_tqdm=False)
         assert "this processor always raises" in "".join(caught.value.__notes__)
@@ -388,7 +395,7 @@ def test_a_core_that_dies_while_it_starts(
     stand_in.write_text("#!/bin/sh\necho 'no luck today' >&2\nexit 3\n")
     stand_in.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stand_in))
-    with pytest.raises(EngineStartError, match="(?s)exit code 3.*no luck today") as caught:
+    with pytest.raises(EngineStartError, match=r"(?s)exit code 3.*no luck today") as caught:
         LLM(tiny_llama, skip_tokenizer_init=True, **SMALL)
     assert isinstance(caught.value.__cause__, EngineDeadError)
     assert caught.value.__cause__.exit_code == 3

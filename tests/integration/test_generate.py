@@ -47,9 +47,7 @@ def tiny(tiny_llama: Path) -> Iterator[LLM]:
 
 
 def in_process(folder: Path, **settings: Any) -> LLM:
-    return LLM(
-        folder, skip_tokenizer_init=True, enable_multiprocessing=False, **(SMALL | settings)
-    )
+    return LLM(folder, skip_tokenizer_init=True, enable_multiprocessing=False, **(SMALL | settings))
 
 
 def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **more: Any) -> list[RequestOutput]:
@@ -155,7 +153,9 @@ def test_a_seed_means_the_same_tokens_everywhere(tiny: LLM, tiny_llama: Path) ->
             if "num_gpu_blocks_override" in settings:
                 assert counter(other, "isinglass_preemptions_total") > 0
     first, again = params[0], params[0].clone(seed=77)
-    assert tokens(generate(tiny, [prompts[0]], again)) != tokens(generate(tiny, [prompts[0]], first))
+    assert tokens(generate(tiny, [prompts[0]], again)) != tokens(
+        generate(tiny, [prompts[0]], first)
+    )
 
 
 def test_seeds_of_sequences_are_fixed_too(tiny: LLM) -> None:
@@ -522,9 +522,7 @@ def test_processors_of_single_requests(tiny_llama: Path) -> None:
         for extra in extras
     ]
     processors = [OnlyToken, RepeatPrompt]
-    with LLM(
-        tiny_llama, skip_tokenizer_init=True, logits_processors=processors, **SMALL
-    ) as llm:
+    with LLM(tiny_llama, skip_tokenizer_init=True, logits_processors=processors, **SMALL) as llm:
         (plain,), (only,), (later,), (repeated,) = tokens(generate(llm, prompts, params))
         with pytest.raises(SamplingParamsError, match="only_token must be an integer"):
             generate(llm, prompts, SamplingParams(extra_args={"only_token": "x"}))

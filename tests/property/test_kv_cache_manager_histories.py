@@ -85,8 +85,8 @@ class KVCacheManagerHistory(RuleBasedStateMachine):
             self.contents[table[index]] = (request.cache_salt, *request.all_token_ids[:end])
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), token_id=st.integers(1, 2), runs=st.booleans())
-    def grow(self, data: st.DataObject, token_id: int, runs: bool) -> None:
+    @rule(data=st.data(), token_id=st.integers(1, 2))
+    def grow(self, data: st.DataObject, token_id: int) -> None:
         held = self.held[data.draw(st.sampled_from(sorted(self.held)))]
         request, manager, pool = held.request, self.manager, self.manager.pool
         if request.num_computed_tokens == request.num_tokens:
@@ -102,10 +102,7 @@ class KVCacheManagerHistory(RuleBasedStateMachine):
         assert added is not None
         assert len(added) == needed
         held.table = held.table + added
-        if runs:
-            self._fill(request, request.num_computed_tokens, num_new)
-        else:  # preempted in the very step that was being planned: it never runs
-            self._free(held)
+        self._fill(request, request.num_computed_tokens, num_new)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -124,17 +124,6 @@ def test_tokens_that_are_not_known_yet_are_registered_later() -> None:
     assert manager.get_computed_blocks(probe).num_tokens == 4
 
 
-def test_what_a_cancelled_step_would_have_filled_is_not_offered() -> None:
-    manager = KVCacheManager(8, 4, enable_caching=True)
-    request = make_request("a", [1] * 17)
-    manager.allocate_slots(request, 8)
-    request.num_computed_tokens = 8
-    manager.allocate_slots(request, 8)  # this step is being planned, and will not run
-    manager.free(request)
-    assert manager.get_computed_blocks(make_request("b", [1] * 17)).num_tokens == 8
-    manager.check_idle()
-
-
 def test_the_integrity_check_sees_a_lost_table() -> None:
     manager = KVCacheManager(8, 4, enable_caching=True)
     request = make_request("a", [1] * 8)
