@@ -67,5 +67,5 @@ def _leftovers(folder: Path) -> set[str]:
         except OSError:
             continue  # it ended meanwhile
         if b"EngineCore" in arguments or state == "Z":
-            found.add(f"process {stat.parent.name} (state {state})")
+            found.add(f"process {stat.parent.name}")
     return found
