@@ -226,7 +226,8 @@ class LLM:
         if params is None:
             params = self.get_default_sampling_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        ranks = [0] * len(prompts) if priority is None else list(priority)
+        check = self.llm_engine.input_processor.check_priority
+        ranks = [0] * len(prompts) if priority is None else [check(one) for one in priority]
         if not len(prompts) == len(each) == len(ranks):
             raise PromptError(
                 f"there are {len(prompts)} prompts, {len(each)} sampling_params and "

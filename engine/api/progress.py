@@ -1,5 +1,7 @@
 """The progress bar of `LLM.generate`: prompts done, and tokens per second in and out."""
 
+import contextlib
+import sys
 import time
 from types import TracebackType
 
@@ -11,7 +13,8 @@ class ProgressBar:
 
     def __init__(self, total: int, *, enabled: bool) -> None:
         self._bar = None
-        if enabled:
+        # A bar must never cost an output: without a terminal to write to there is none.
+        if enabled and sys.stderr is not None and not sys.stderr.closed:
             from tqdm.auto import tqdm
 
             self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
@@ -31,7 +34,8 @@ class ProgressBar:
             f"output: {self._num_output_tokens / elapsed_s:.0f} toks/s",
             refresh=False,
         )
-        self._bar.update(1)
+        with contextlib.suppress(OSError, ValueError):
+            self._bar.update(1)
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -43,4 +47,5 @@ class ProgressBar:
         traceback: TracebackType | None,
     ) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.close()

@@ -95,6 +95,18 @@ class InputProcessor:
             _validate_with(processor, own)
         return own
 
+    @staticmethod
+    def check_priority(priority: Any) -> int:
+        """The priority as the wire carries it.
+
+        Raises:
+            PromptError: it is not an integer of 64 bits.
+        """
+        integral = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
+        if not integral or not -(2**63) <= priority < 2**63:
+            raise PromptError(f"priority must be an integer of 64 bits, got {priority!r}")
+        return int(priority)
+
     def make_request(
         self,
         request_id: str,

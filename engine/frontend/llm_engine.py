@@ -22,6 +22,7 @@ from engine.frontend.tokenizer import Tokenizer, get_tokenizer
 from engine.log import configure, get_logger
 from engine.resolve import resolve_limits
 from engine.transport.client import EngineCoreClient
+from engine.transport.interrupts import deferred_interrupts
 from engine.types.messages import FinishReason
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
@@ -101,6 +102,7 @@ class LLMEngine:
             self.require_priority_scheduling()
         arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
         with self.obs.process_inputs:
+            priority = self.input_processor.check_priority(priority)
             own = self.input_processor.process_params(params)
             processed = self.input_processor.process_prompt(prompt, own)
         self.add_processed(
@@ -137,10 +139,10 @@ class LLMEngine:
                 priority=priority,
                 traceparent=traceparent,
             )
-            self.output_processor.add_request(
-                request_id, request, prompt, parent=parent, index=index
-            )
-            with self.obs.send:
+            with deferred_interrupts(), self.obs.send:
+                self.output_processor.add_request(
+                    request_id, request, prompt, parent=parent, index=index
+                )
                 self.engine_core.add_request(request)
 
     def require_priority_scheduling(self) -> None:
@@ -176,7 +178,7 @@ class LLMEngine:
         except EngineDeadError as error:
             self._bury(error)
             raise
-        with self.obs.process_outputs:
+        with deferred_interrupts(), self.obs.process_outputs:
             done = self.output_processor.process_outputs(message)
             if done.to_abort:
                 self.engine_core.abort_requests(done.to_abort)

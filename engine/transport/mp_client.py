@@ -27,6 +27,7 @@ from engine.errors import EngineDeadError, EngineStartError, IsinglassError
 from engine.log import get_logger
 from engine.transport.client import EngineCoreClient
 from engine.transport.importable import portable_classes
+from engine.transport.interrupts import deferred_interrupts
 from engine.transport.process import SpawnedProcess
 from engine.types.codec import Frame, MessageDecoder, MessageEncoder
 from engine.types.messages import (
@@ -86,6 +87,11 @@ class CoreProcess:
         return f"ipc://{self.directory}/{name}"
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether we are in a fork of the process that owns the core."""
+        return os.getpid() != self._owner_pid
+
+    @property
     def is_dead(self) -> bool:
         """Whether the process has ended."""
         return self.process.exit_code is not None
@@ -112,7 +118,7 @@ class CoreProcess:
 
     def close(self) -> None:
         """Stop the process, close the sockets, remove the folder."""
-        if os.getpid() != self._owner_pid:
+        if self.is_foreign:
             return  # a fork of the caller must not take the engine down with it
         with self._lock:
             if self._closed:
@@ -195,7 +201,8 @@ class SyncMPClient(EngineCoreClient):
     def _send(self, kind: MessageType, frames: list[Frame]) -> None:
         self._ensure_alive()
         try:
-            self._core.input.send_multipart([b"0", kind.value, *frames], copy=False)
+            with deferred_interrupts():
+                self._core.input.send_multipart([b"0", kind.value, *frames], copy=False)
         except zmq.ZMQError as error:
             raise self._core.death() from error
 
@@ -203,7 +210,8 @@ class SyncMPClient(EngineCoreClient):
         self._ensure_usable()
         if not self._core.poll(self._core.output):
             raise self._core.death()
-        kind, *frames = self._core.output.recv_multipart()
+        with deferred_interrupts():
+            kind, *frames = self._core.output.recv_multipart()
         if kind == MessageType.FAILED.value:
             failure = msgspec.msgpack.decode(frames[0], type=EngineCoreFailure)
             self._core.process.wait(timeout_s=2.0)
@@ -222,7 +230,8 @@ class SyncMPClient(EngineCoreClient):
                 f"the engine core was not ready after {self._timeout_s:g} s; "
                 "raise engine_ready_timeout_s for a large model or a slow disk."
             )
-        _, kind, payload = core.input.recv_multipart()
+        with deferred_interrupts():
+            _, kind, payload = core.input.recv_multipart()
         if kind == MessageType.FAILED.value:
             raise _startup_error(msgspec.msgpack.decode(payload, type=EngineCoreFailure))
         version = msgspec.msgpack.decode(payload)[0]
@@ -234,6 +243,10 @@ class SyncMPClient(EngineCoreClient):
         return msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)
 
     def _ensure_usable(self) -> None:
+        if self._core.is_foreign:
+            raise EngineDeadError(
+                "this engine belongs to the process that forked this one; make a new LLM here."
+            )
         if self._core.stopping:
             raise self._core.death()
 

@@ -101,8 +101,9 @@ class SpawnedProcess:
         for raw in self._process.stderr:
             line = raw.decode(errors="replace")
             self._log.append(line.rstrip())
-            # Our own standard error may be closed or replaced (a notebook, pytest).
-            if sys.stderr is not None and not sys.stderr.closed:
+            # Our own standard error may be missing, closed, full, or a pipe that nobody reads. The
+            # lines must be taken all the same, or the child would block on a full pipe.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(line)
         self._process.stderr.close()
 

@@ -1,0 +1,35 @@
+"""Ctrl-C at a safe moment: a message must not be sent, received or taken in by halves.
+
+pyzmq sends and receives the frames of a message one by one in Python, so an interrupt between two
+of them would leave the socket in the middle of a message, for good.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Hold SIGINT back until the block is done, then handle it as it would have been.
+
+    Only the main thread runs signal handlers, so in any other one this does nothing. The block
+    must be short and must not wait. Blocks may be nested.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # ignored, or the system's own: no Python code would interrupt us
+        yield
+        return
+    held: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: held.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(*held[0])
