@@ -90,3 +90,18 @@ STEPS = [
     [1, 1, 1],
     [7, 11, 1],
 ]
+
+
+def assert_same_logits(
+    reference: torch.nn.Module,
+    prompts: list[list[int]],
+    results: list[torch.Tensor],
+    *,
+    least_spread: float,
+) -> None:
+    """Each prompt's logits equal the Transformers model's, and differ enough to mean something."""
+    for prompt, result in zip(prompts, results, strict=True):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0]
+        assert expected.std() > least_spread
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
