@@ -13,9 +13,8 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.layer import Attention
 from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.locate import ModelSource
-from engine.layers.activation import activation
 from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear, can_pack, pack_weight, packed_linear
+from engine.layers.linear import GatedLinear, Linear, can_pack, pack_weight, packed_linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, RotaryTable, rotate
 from engine.models.base import CausalLM
@@ -83,24 +82,20 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.size = config.intermediate_size
-        self.gate_up = Linear(
-            config.hidden_size, 2 * self.size, bias=config.mlp_bias, dtype=dtype, device=device
+        hidden_size, size = config.hidden_size, config.intermediate_size
+        self.gate_up = GatedLinear(
+            hidden_size, size, config.hidden_act, bias=config.mlp_bias, dtype=dtype, device=device
         )
-        self.down = Linear(
-            self.size, config.hidden_size, bias=config.mlp_bias, dtype=dtype, device=device
-        )
-        self.activation = activation(config.hidden_act)
+        self.down = Linear(size, hidden_size, bias=config.mlp_bias, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Apply the MLP and add the residual: `[num_tokens, hidden_size]` each."""
-        gate_up = self.gate_up(x)  # [num_tokens, 2 * intermediate_size]
-        gated = self.activation(gate_up[:, : self.size]).mul_(gate_up[:, self.size :])
-        return self.down(gated, residual)
+        return self.down(self.gate_up(x), residual)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Slices of the fused maps by the checkpoint's names."""
-        slots = _split_rows(self.gate_up, (self.size, self.size), ("gate_proj", "up_proj"))
+        halves = (self.gate_up.size, self.gate_up.size)
+        slots = _split_rows(self.gate_up, halves, ("gate_proj", "up_proj"))
         return slots | _split_rows(self.down, (self.down.out_size,), ("down_proj",))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.errors import UnsupportedModelError
 from engine.layers.activation import ACTIVATIONS, activation
-from engine.layers.linear import Linear, can_pack
+from engine.layers.linear import GatedLinear, Linear, can_pack
 from engine.layers.memory import keep_freed_memory
 from engine.layers.norm import MIN_ELEMENTS_OWN_STEPS, RMSNorm
 from engine.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
@@ -60,6 +60,26 @@ def test_packed_linear_with_bias_and_residual(
         added.double(), expected + residual.double(), rtol=BFLOAT16_STEP, atol=atol
     )
     assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_gated_linear_dense_and_packed(dtype: torch.dtype, bias: bool, name: str) -> None:
+    torch.manual_seed(0)
+    linear = GatedLinear(48, 80, name, bias=bias, dtype=dtype, device=CPU)
+    linear.weight.copy_(torch.randn(160, 48) / 7)
+    both = torch.zeros(160) if linear.bias is None else linear.bias.copy_(torch.randn(160))
+    x = torch.randn(33, 48).to(dtype)
+    gate, up = (x.double() @ linear.weight.double().T + both.double()).split(80, dim=-1)
+    expected = activation(name)(gate) * up
+    atol = 1e-4 if dtype == torch.float32 else 8 * BFLOAT16_STEP
+    rtol = 1e-5 if dtype == torch.float32 else 4 * BFLOAT16_STEP
+    torch.testing.assert_close(linear(x).double(), expected, rtol=rtol, atol=atol)
+    packs = can_pack(linear.weight)
+    linear.pack()
+    assert linear.is_packed == packs
+    torch.testing.assert_close(linear(x).double(), expected, rtol=rtol, atol=atol)
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
