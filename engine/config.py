@@ -13,24 +13,11 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from engine.errors import ConfigError
-from instrumentation import ObservabilityConfig
+from instrumentation import ObservabilityConfig, option
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """Declare one setting: its default, what it does, and what it allows."""
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +143,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """Processes, their time-outs, and what they write."""
+    """Processes and their time-outs, and how much they say."""
 
     enable_multiprocessing: bool = option(
         True, "Run the engine core in a process of its own; off: in the caller's (debugging)."
@@ -168,21 +155,6 @@ class ProcessConfig:
         5.0, "Seconds that the engine core's process gets to stop by itself.", minimum=0.0
     )
     log_level: str = option("info", "Least severe log line that is written.", choices=LOG_LEVELS)
-    disable_log_stats: bool = option(
-        False, "Keep no metrics and log no status lines (traces are separate: trace_dir)."
-    )
-    log_stats_interval_s: float = option(
-        10.0, "Seconds between status lines while requests are running.", minimum=0.1
-    )
-    trace_dir: str | None = option(
-        None,
-        "Record every step and request into a new run folder below this one; turn it into a "
-        "Perfetto file with `isinglass trace convert`.",
-    )
-
-    def observability(self, run_dir: str | None) -> ObservabilityConfig:
-        """What each process of a run is to record; `run_dir` is the run's own folder."""
-        return ObservabilityConfig(trace_dir=run_dir, phase_times=not self.disable_log_stats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +165,7 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     process: ProcessConfig = ProcessConfig()
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
@@ -252,6 +225,7 @@ GROUPS: dict[str, type] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "process": ProcessConfig,
+    "observability": ObservabilityConfig,
 }
 _GROUP_OF = {spec.name: name for name, group in GROUPS.items() for spec in fields(group)}
 

@@ -8,19 +8,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from instrumentation.api import NULL, Instrument, Span
-from instrumentation.config import ObservabilityConfig
+from instrumentation.config import ObservabilityConfig, option
 from instrumentation.labels import StepLabel, format_step_label, parse_step_label, step_kind
 from instrumentation.names import (
     AdmissionStop,
     Event,
+    FlightReason,
     GraphMode,
     Phase,
+    PrefixMiss,
     Role,
+    SinkName,
     StartupPhase,
     ThreadName,
     WaitingReason,
 )
+from instrumentation.ranges import Ranges
 from instrumentation.records import (
+    Admission,
     Preemption,
     RequestArrived,
     RequestTimeline,
@@ -44,10 +49,12 @@ _MODULES_WHEN_ASKED_FOR = {
 
 __all__ = [
     "NULL",
+    "Admission",
     "AdmissionStop",
     "ConsoleStatus",
     "Counter",
     "Event",
+    "FlightReason",
     "Gauge",
     "GraphMode",
     "Histogram",
@@ -57,9 +64,12 @@ __all__ = [
     "ObservabilityConfig",
     "Phase",
     "Preemption",
+    "PrefixMiss",
+    "Ranges",
     "RequestArrived",
     "RequestTimeline",
     "Role",
+    "SinkName",
     "Span",
     "StartupPhase",
     "StepLabel",
@@ -68,6 +78,7 @@ __all__ = [
     "WaitingReason",
     "WorkerStepRecord",
     "format_step_label",
+    "option",
     "parse_step_label",
     "step_kind",
 ]

@@ -7,7 +7,9 @@ records for steps, timelines for requests, events for surprises.
 from types import TracebackType
 from typing import Final
 
-from instrumentation.names import Event, StartupPhase
+from instrumentation.labels import StepLabel
+from instrumentation.names import Event, FlightReason, StartupPhase
+from instrumentation.ranges import Ranges
 from instrumentation.records import RequestTimeline, StepRecord, WorkerStepRecord
 
 
@@ -79,6 +81,9 @@ class Instrument:
         """Whether anything is recorded. For start-up decisions, not for the step."""
         return False
 
+    def step_begin(self, label: StepLabel) -> None:
+        """Open a step in the worker, before its first phase; `worker_step` closes it."""
+
     def step(self, record: StepRecord) -> None:
         """Close a step: once in the core loop, after updating and before publishing.
 
@@ -92,7 +97,13 @@ class Instrument:
         """Keep a request that has ended: once each, in the frontend."""
 
     def request_arrived(
-        self, request_num: int, request_id: str, *, arrival_ns: int, num_prompt_tokens: int
+        self,
+        request_num: int,
+        request_id: str,
+        *,
+        arrival_ns: int,
+        num_prompt_tokens: int,
+        traceparent: str | None = None,
     ) -> None:
         """Name a request that the core has taken in: once each."""
 
@@ -108,6 +119,28 @@ class Instrument:
         Names that the catalogue knows are in `names.ThreadName`.
         """
         return self
+
+    def set_ranges(self, ranges: Ranges | None) -> None:
+        """Bracket this thread's phases and steps with ranges of a tool from the next one on.
+
+        Call it in the thread that the instrument belongs to, between steps.
+        """
+
+    def start_recording(self, run_dir: str) -> bool:
+        """Begin a journal in that folder; False if one is being written, or nothing can be.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        return False
+
+    def stop_recording(self) -> bool:
+        """End the journal; False if none is being written."""
+        return False
+
+    def dump_flight(self, reason: FlightReason, detail: str = "") -> str | None:
+        """Write the last steps to a file and return its path; None where there is no recorder."""
+        return None
 
     def phase_totals_ns(self) -> dict[str, int]:
         """Time so far in phases that ride in no step record (frontend and input/output threads).

@@ -15,7 +15,9 @@ from typing import Any
 
 from instrumentation.api import Instrument, Span
 from instrumentation.drain import Drain
+from instrumentation.labels import StepLabel, format_step_label
 from instrumentation.names import PHASES, Event, Phase, Role, StartupPhase, ThreadName
+from instrumentation.ranges import Ranges
 from instrumentation.records import (
     EventRecord,
     RequestArrived,
@@ -95,6 +97,30 @@ class _LooseSpan(Span):
         self._append((self.phase, self._begin_ns, end_ns))
 
 
+class _RangedSpan(Span):
+    """A phase that a tool sees too."""
+
+    __slots__ = ("_handle", "_ranges", "_span")
+
+    def __init__(self, span: Span, ranges: Ranges, handle: Any) -> None:
+        self._span = span
+        self._ranges = ranges
+        self._handle = handle
+
+    def __enter__(self) -> None:
+        self._ranges.push(self._handle)
+        self._span.__enter__()
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._span.__exit__(error_type, error, traceback)
+        self._ranges.pop()
+
+
 class _Process:
     """What the instruments of a process share."""
 
@@ -140,8 +166,10 @@ class LiveInstrument(Instrument):
         self._core_group: list[int] = []
         self._worker_group: list[int] = []
         self._loose_spans: list[_LooseSpan] = []
-        for phase in Phase:
-            setattr(self, phase.label, self._build_span(phase, thread_name))
+        self._spans = {phase: self._build_span(phase, thread_name) for phase in Phase}
+        self._ranges: Ranges | None = None
+        self._step_is_open = False
+        self.set_ranges(None)
         self._process.instruments.append(self)
 
     def _build_span(self, phase: Phase, thread_name: str) -> Span:
@@ -167,6 +195,20 @@ class LiveInstrument(Instrument):
         """Always, for this class."""
         return True
 
+    def set_ranges(self, ranges: Ranges | None) -> None:
+        """Put the thread's spans into ranges, or take them out again."""
+        for phase, span in self._spans.items():
+            if ranges is not None:
+                span = _RangedSpan(span, ranges, ranges.prepare(phase.label))
+            setattr(self, phase.label, span)
+        self._ranges = ranges
+
+    def step_begin(self, label: StepLabel) -> None:
+        """Open the step's range, where there is a tool to see it."""
+        if self._ranges is not None:
+            self._ranges.push(self._ranges.prepare(format_step_label(label)))
+            self._step_is_open = True
+
     def step(self, record: StepRecord) -> None:
         """Give the record the core loop's phases, and leave it in the ring."""
         group = self._core_group
@@ -188,16 +230,27 @@ class LiveInstrument(Instrument):
         record.phases = tuple(group)
         group.clear()
         self._append(record)
+        if self._step_is_open and self._ranges is not None:
+            self._step_is_open = False
+            self._ranges.pop()
 
     def request(self, timeline: RequestTimeline) -> None:
         """Leave the timeline in the ring."""
         self._append(timeline)
 
     def request_arrived(
-        self, request_num: int, request_id: str, *, arrival_ns: int, num_prompt_tokens: int
+        self,
+        request_num: int,
+        request_id: str,
+        *,
+        arrival_ns: int,
+        num_prompt_tokens: int,
+        traceparent: str | None = None,
     ) -> None:
         """Leave the request's name in the ring."""
-        self._append(RequestArrived(request_num, request_id, arrival_ns, num_prompt_tokens))
+        self._append(
+            RequestArrived(request_num, request_id, arrival_ns, num_prompt_tokens, traceparent)
+        )
 
     def event(self, kind: Event, request_id: str = "", *, value: int = 0, detail: str = "") -> None:
         """Leave the event in the ring."""

@@ -157,6 +157,9 @@ class Event(IntEnum):
     KV_REDUCED_MAX_MODEL_LEN = 4
     RESET_PREFIX_CACHE = 5
     STEP_FAILED = 6
+    TELEMETRY_THROTTLED = 7
+    RECORDING_ENDED = 8
+    FLIGHT_RECORD = 9
 
     @property
     def label(self) -> str:
@@ -172,6 +175,9 @@ EVENTS: dict[Event, str] = {
     Event.KV_REDUCED_MAX_MODEL_LEN: "memory holds less than one full context; value: new length",
     Event.RESET_PREFIX_CACHE: "the prefix cache was emptied; value: blocks forgotten",
     Event.STEP_FAILED: "a step raised; detail: the error",
+    Event.TELEMETRY_THROTTLED: "telemetry cost more than its share; value: level of detail now",
+    Event.RECORDING_ENDED: "a recording reached its limit; value: bytes written",
+    Event.FLIGHT_RECORD: "a flight record was written; detail: its file",
 }
 
 
@@ -206,6 +212,58 @@ class WaitingReason(IntEnum):
     @property
     def label(self) -> str:
         """The reason's name in traces and tables."""
+        return self.name.lower()
+
+
+class PrefixMiss(IntEnum):
+    """Why the prefix cache had no more of a request's tokens."""
+
+    NONE = 0
+    """It had all full blocks that it may serve."""
+    NEVER_CACHED = 1
+    EVICTED = 2
+    PARTIAL_BLOCK = 3
+    """Less than one block was left."""
+    DISABLED = 4
+
+    @property
+    def label(self) -> str:
+        """The cause's name in traces and tables."""
+        return self.name.lower()
+
+
+class SinkName(IntEnum):
+    """What telemetry flows into; each can fail without the others."""
+
+    JOURNAL = 0
+    FLIGHT_RECORDER = 1
+    OPENTELEMETRY = 2
+    METRICS = 3
+    PROMETHEUS = 4
+    NVTX = 5
+    PROFILER = 6
+    ATTRIBUTION = 7
+    CONSOLE = 8
+
+    @property
+    def label(self) -> str:
+        """The sink's name in metrics and logs."""
+        return self.name.lower()
+
+
+class FlightReason(IntEnum):
+    """Why a flight record is written."""
+
+    API = 0
+    SIGNAL = 1
+    SLOW_STEP = 2
+    CRASH = 3
+    ENGINE_DEAD = 4
+    STALL = 5
+
+    @property
+    def label(self) -> str:
+        """The reason's name in file names and tables."""
         return self.name.lower()
 
 

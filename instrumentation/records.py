@@ -11,7 +11,14 @@ from typing import NamedTuple
 import msgspec
 
 from instrumentation.labels import StepLabel
-from instrumentation.names import AdmissionStop, Event, GraphMode, StartupPhase
+from instrumentation.names import (
+    AdmissionStop,
+    Event,
+    FlightReason,
+    GraphMode,
+    PrefixMiss,
+    StartupPhase,
+)
 
 UNFINISHED_REASONS = frozenset({"abort", "error"})
 """Finish reasons of requests that were given up before their end."""
@@ -23,6 +30,22 @@ class Preemption(NamedTuple):
     request_num: int
     blocks_lost: int
     tokens_lost: int
+    by_request_num: int = -1
+    """The request that it made room for."""
+
+
+class Admission(NamedTuple):
+    """One request that a step took from the waiting queue, and what the prefix cache had for it."""
+
+    request_num: int
+    num_query_tokens: int
+    num_hit_tokens: int
+    is_resumed: bool
+    """Whether it had been preempted before."""
+    miss: PrefixMiss
+    """Why the cache had no more; about the first block that it did not have."""
+    evicted_age_ns: int = -1
+    """How long ago that block was evicted, where it was."""
 
 
 class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True):
@@ -86,6 +109,33 @@ class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True)
     """The pool after updating, once finished requests have given their blocks back; the numbers
     without `_at_end` are those after scheduling. -1 where it is not known."""
     num_blocks_cached_free_at_end: int = -1
+    num_waiting_tokens: int = 0
+    """Tokens that the waiting requests have still to compute, as far as is known without asking
+    the prefix cache."""
+    admission_stop_num_tokens: int = 0
+    """Those of the request at which admission stopped."""
+    num_waiting_preempted: int = 0
+    """Waiting requests that were running before."""
+    oldest_waiting_since_ns: int = 0
+    """Since when the request waits that has waited longest, 0 with an empty queue."""
+    oldest_running_since_ns: int = 0
+    """When the request was admitted that has been running longest, 0 with none."""
+    admissions: tuple[Admission, ...] = ()
+    num_recompute_tokens: int = 0
+    """Tokens that requests resumed in this step have to compute a second time."""
+    num_unfilled_slots: int = 0
+    """Token slots of the scheduled requests' last blocks that hold nothing."""
+    evicted_lifetimes_ns: tuple[int, ...] = ()
+    """From allocation to eviction, of the blocks evicted in this step (a sample if many)."""
+    evicted_idle_ns: tuple[int, ...] = ()
+    """From the last use to eviction, of the same blocks."""
+    reuse_gaps_ns: tuple[int, ...] = ()
+    """From the last use to being hit again, of the cached free blocks hit in this step (a sample
+    if many)."""
+    telemetry_errors: tuple[int, ...] = ()
+    """Flat pairs: sink (`names.SinkName`), errors since start-up, ... of the core's process."""
+    telemetry_ns: int = 0
+    """Processor time of the core's drain thread since start-up."""
 
     @property
     def label(self) -> StepLabel:
@@ -175,6 +225,7 @@ class RequestArrived(msgspec.Struct, array_like=True, tag=3, gc=False):
     request_id: str
     arrival_ns: int
     num_prompt_tokens: int
+    traceparent: str | None = None
 
 
 class RequestTimeline(msgspec.Struct, array_like=True, tag=4, gc=False, kw_only=True):
@@ -343,6 +394,16 @@ class Drops(msgspec.Struct, array_like=True, tag=11, gc=False):
     num_dropped: int
 
 
+class FlightDump(msgspec.Struct, array_like=True, tag=12, gc=False):
+    """Why a flight record was written; the last record of its file."""
+
+    reason: FlightReason
+    time_ns: int
+    detail: str = ""
+    step: int = -1
+    """The step that was the reason, -1 for none."""
+
+
 Record = (
     StepRecord
     | WorkerStepRecord
@@ -355,5 +416,6 @@ Record = (
     | ClockAnchor
     | ProcessHeader
     | Drops
+    | FlightDump
 )
 """Any record; the tag tells them apart."""

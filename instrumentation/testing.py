@@ -135,10 +135,18 @@ class Recorder(Instrument):
         self.timelines.append(timeline)
 
     def request_arrived(
-        self, request_num: int, request_id: str, *, arrival_ns: int, num_prompt_tokens: int
+        self,
+        request_num: int,
+        request_id: str,
+        *,
+        arrival_ns: int,
+        num_prompt_tokens: int,
+        traceparent: str | None = None,
     ) -> None:
         """Keep the arrival."""
-        self.arrivals.append(RequestArrived(request_num, request_id, arrival_ns, num_prompt_tokens))
+        self.arrivals.append(
+            RequestArrived(request_num, request_id, arrival_ns, num_prompt_tokens, traceparent)
+        )
 
     def event(self, kind: Event, request_id: str = "", *, value: int = 0, detail: str = "") -> None:
         """Keep the event."""

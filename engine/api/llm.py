@@ -58,13 +58,13 @@ class LLM:
             model=None if model is None else os.fspath(model),
             **{k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in kwargs.items()},
         )
-        process = config.process
-        self.run_dir = None if process.trace_dir is None else _make_run_dir(process.trace_dir)
-        obs = setup(process.observability(self.run_dir), role=Role.CALLER)
+        wanted = config.observability
+        self.run_dir = None if wanted.trace_dir is None else _make_run_dir(wanted.trace_dir)
+        obs = setup(wanted, role=Role.CALLER, run_dir=self.run_dir)
         self._observer: EngineObserver | None = None
-        if not process.disable_log_stats:
+        if not wanted.disable_log_stats:
             self._observer = EngineObserver(
-                Metrics(instrument=obs), ConsoleStatus(interval_s=process.log_stats_interval_s)
+                Metrics(instrument=obs), ConsoleStatus(interval_s=wanted.log_stats_interval_s)
             )
         self._lock = threading.RLock()
         self._next_id = 0

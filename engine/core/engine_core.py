@@ -63,6 +63,7 @@ class EngineCore:
         self.config = config
         self.obs = obs
         self.startup_ns = dict(startup_ns or {})
+        self.startup_begin_ns: dict[str, int] = {}
         with self._phase(StartupPhase.LOAD_PLUGINS):
             load_plugins()
         with self._phase(StartupPhase.LOAD_MODEL):
@@ -136,6 +137,7 @@ class EngineCore:
             request.request_id,
             arrival_ns=request.arrival_ns,
             num_prompt_tokens=request.num_prompt_tokens,
+            traceparent=request.traceparent,
         )
 
     def abort_requests(self, request_ids: Iterable[str]) -> dict[int, EngineCoreOutputs]:
@@ -200,6 +202,7 @@ class EngineCore:
             attention_backend=facts["attention_backend"],
             kv_cache_bytes=self._size.num_bytes,
             startup_ns=self.startup_ns,
+            startup_begin_ns=self.startup_begin_ns,
         )
 
     def shutdown(self) -> None:
@@ -259,5 +262,6 @@ class EngineCore:
         finally:
             ended_ns = time.monotonic_ns()
             self.startup_ns[phase.label] = ended_ns - began_ns
+            self.startup_begin_ns[phase.label] = began_ns
             self.obs.startup(phase, began_ns, ended_ns)
             logger.debug("%s took %.3f s", phase.label, (ended_ns - began_ns) / 1e9)

@@ -164,6 +164,7 @@ class EngineCoreProc:
         obs = self.obs.for_thread(ThreadName.OUTPUT_IO)
         encoder = MessageEncoder()
         while (outputs := self._output.get()) is not None:
+            outputs.sent_ns = time.monotonic_ns()
             with obs.encode:
                 frames = encoder.encode(outputs)
             socket.send_multipart([MessageType.OUTPUTS.value, *frames], copy=False)
@@ -188,7 +189,7 @@ def run_engine_core(
     input_context, output_context = zmq.Context(io_threads=1), zmq.Context(io_threads=1)
     input_socket = _connect(input_context, zmq.DEALER, input_address, str(engine_index).encode())
     output_socket = _connect(output_context, zmq.PUSH, output_address)
-    obs = setup(settings.process.observability(run_dir), role=Role.CORE, rank=engine_index)
+    obs = setup(settings.observability, role=Role.CORE, rank=engine_index, run_dir=run_dir)
     try:
         if protocol_version != PROTOCOL_VERSION:
             raise EngineStartError(f"frontend {protocol_version}, core {PROTOCOL_VERSION}")

@@ -46,6 +46,7 @@ class Request:
         "status",
         "stop_reason",
         "times",
+        "traceparent",
     )
 
     def __init__(self, message: EngineCoreRequest, block_hasher: BlockHasher | None) -> None:
@@ -56,6 +57,7 @@ class Request:
         self.priority = message.priority
         self.arrival_ns = message.arrival_ns
         self.cache_salt = message.cache_salt
+        self.traceparent = message.traceparent
         self.all_token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
         self.num_computed_tokens = 0

@@ -24,7 +24,7 @@ class InprocClient(EngineCoreClient):
 
     def __init__(self, config: EngineConfig, *, run_dir: str | None) -> None:
         # The core keeps a journal of its own, as it does in a process of its own.
-        obs = setup(config.process.observability(run_dir), role=Role.CORE)
+        obs = setup(config.observability, role=Role.CORE, run_dir=run_dir)
         try:
             self._core = EngineCore(config, UniprocExecutor, obs=obs)
         except BaseException:

@@ -14,7 +14,7 @@ from engine.types.logprobs import LogprobsLists
 from engine.types.sampling import SamplingParams
 from instrumentation import StepRecord, WorkerStepRecord
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever a message changes; both sides must agree."""
 
 
@@ -116,6 +116,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     worker_step: WorkerStepRecord | None = None
     utility: UtilityOutput | None = None
     engine_index: int = 0
+    sent_ns: int = 0
+    """When the core began to encode the message, 0 where it crosses no process boundary."""
 
 
 class EngineCoreReadyResponse(msgspec.Struct, array_like=True, gc=False):
@@ -133,6 +135,11 @@ class EngineCoreReadyResponse(msgspec.Struct, array_like=True, gc=False):
     kv_cache_bytes: int
     startup_ns: dict[str, int]
     """Duration of each start-up phase in the core, nanoseconds."""
+    startup_begin_ns: dict[str, int] = {}
+    """When each of them began."""
+    memory_bytes: dict[str, int] = {}
+    """Memory by component: weights, kv_cache, graphs, activations, other; they add up to what the
+    core's process (CPU) or its device (GPU) had in use at the peak of start-up."""
 
 
 class EngineCoreFailure(msgspec.Struct, array_like=True, gc=False):

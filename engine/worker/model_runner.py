@@ -63,6 +63,7 @@ class ModelRunner:
         """Run the forward pass of a step and keep one row of logits per request."""
         assert self._launched is None, "execute_model() twice without sample_tokens()"
         obs, begin_ns = self.obs, time.monotonic_ns()
+        obs.step_begin(plan.label)
         with obs.prepare:
             self._update_states(plan)
             inputs = self.batch.build_inputs(plan.num_scheduled_tokens)

@@ -409,18 +409,18 @@ def test_stuck_sink_neither_blocks_the_step_nor_the_close(
 
 
 def test_setup_chooses_by_config(tmp_path: Path) -> None:
-    assert setup(ObservabilityConfig(phase_times=False), role=Role.CORE) is NULL
+    assert setup(ObservabilityConfig(disable_log_stats=True), role=Role.CORE) is NULL
     assert setup(ObservabilityConfig(), role=Role.CORE).enabled
     with pytest.raises(ValueError, match="must be one of"):
         setup(ObservabilityConfig(), role="frontend")
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    with pytest.raises(ValueError, match="name a folder that can be written to"):
-        setup(ObservabilityConfig(trace_dir=str(blocked)), role=Role.CORE)
+    with pytest.raises(ValueError, match="name a trace_dir that can be written to"):
+        setup(ObservabilityConfig(), role=Role.CORE, run_dir=str(blocked))
 
 
 def test_setup_writes_a_journal_while_running(tmp_path: Path) -> None:
-    obs = setup(ObservabilityConfig(trace_dir=str(tmp_path / "run")), role=Role.CORE)
+    obs = setup(ObservabilityConfig(), role=Role.CORE, run_dir=str(tmp_path / "run"))
     through_one_step(obs, a_step(1))
     obs.request_arrived(5, "abc", arrival_ns=3, num_prompt_tokens=4)
     obs.request(RequestTimeline(request_id="abc"))
@@ -441,9 +441,8 @@ def test_setup_writes_a_journal_while_running(tmp_path: Path) -> None:
 
 
 def test_two_engines_in_one_process_write_two_journals(tmp_path: Path) -> None:
-    config = ObservabilityConfig(trace_dir=str(tmp_path))
     for _ in range(2):
-        setup(config, role=Role.CALLER).close()
+        setup(ObservabilityConfig(), role=Role.CALLER, run_dir=str(tmp_path)).close()
     assert len(list(tmp_path.glob("caller.*.journal"))) == 2
 
 
@@ -486,7 +485,7 @@ def test_price_of_a_step_off_and_on(tmp_path: Path) -> None:
         return min(timeit.repeat(step, number=200, repeat=60))
 
     yardstick = min(timeit.repeat(bare, number=200, repeat=60))
-    live = setup(ObservabilityConfig(trace_dir=str(tmp_path)), role=Role.CORE)
+    live = setup(ObservabilityConfig(), role=Role.CORE, run_dir=str(tmp_path))
     try:
         off, on = price(NULL), price(live)
     finally:

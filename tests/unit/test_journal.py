@@ -183,7 +183,7 @@ def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_full_disk_ends_the_journal_not_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    obs = setup(ObservabilityConfig(trace_dir=str(tmp_path)), role=Role.CORE)
+    obs = setup(ObservabilityConfig(), role=Role.CORE, run_dir=str(tmp_path))
     obs.step(StepRecord(step=1, begin_ns=1, end_ns=2))
     assert obs.flush()
 
@@ -207,7 +207,7 @@ def test_a_killed_process_leaves_a_readable_journal(tmp_path: Path) -> None:
     code = (
         "import sys, time; from instrumentation import *; "
         "from instrumentation.setup import setup; "
-        "obs = setup(ObservabilityConfig(trace_dir=sys.argv[1]), role=Role.CORE); "
+        "obs = setup(ObservabilityConfig(), role=Role.CORE, run_dir=sys.argv[1]); "
         "[obs.step(StepRecord(step=n, begin_ns=1, end_ns=2)) for n in range(500)]; "
         "time.sleep(0.5); print('ready', flush=True); time.sleep(60)"
     )
@@ -226,7 +226,7 @@ def test_a_script_that_never_closes_keeps_its_last_records(tmp_path: Path) -> No
     code = (
         "import sys; from instrumentation import *; "
         "from instrumentation.setup import setup; "
-        "obs = setup(ObservabilityConfig(trace_dir=sys.argv[1]), role=Role.CALLER); "
+        "obs = setup(ObservabilityConfig(), role=Role.CALLER, run_dir=sys.argv[1]); "
         "obs.request(RequestTimeline(request_id='last'))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
