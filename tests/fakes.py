@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.architecture import ModelConfig, read_model_config
+from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.core.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
@@ -200,6 +202,15 @@ class FakeExecutor(Executor):
     def facts(self) -> dict[str, str]:
         return {"dtype": "float32", "device": "cpu", "attention_backend": "fake"}
 
+    @property
+    def model_config(self) -> ModelConfig:
+        model = self.config.model
+        return read_model_config(resolve_model(model.model, model.revision, model.download_dir))
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        return {"weights": 1, "kv_cache": 2, "graphs": 0, "activations": 3, "other": 4}
+
     def load_model(self) -> None:
         self.calls.append("load_model")
 
@@ -227,6 +238,10 @@ class FakeExecutor(Executor):
         if not self.lazy:
             deferred.result()
         return deferred
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append(method)
+        return []
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")

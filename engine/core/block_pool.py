@@ -9,10 +9,13 @@ A block is in exactly one of three states:
 Free and cached-free blocks wait in one queue. Allocation takes from its front, where blocks
 without a hash stand; cached ones follow in the order in which they were released (LRU), and
 giving one out drops its hash (an eviction). Knows ids, counts and hashes; no request, no tensor.
+Times are `BlockHistory`'s.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
+
+from engine.core.block_history import BlockHistory
 
 
 class BlockPool:
@@ -23,6 +26,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.num_evictions = 0
+        self.history = BlockHistory(num_blocks)
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of_hash: dict[bytes, int] = {}
@@ -56,6 +60,8 @@ class BlockPool:
         """Take blocks from the front of the free queue, evicting what they cached."""
         assert num_blocks <= len(self._free), "allocate() without checking num_free_blocks"
         taken = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
+        history = self.history
+        now_ns, allocated_ns = history.now_ns, history.allocated_ns
         for block_id in taken:
             self._ref_counts[block_id] = 1
             block_hash = self._hashes[block_id]
@@ -63,18 +69,24 @@ class BlockPool:
                 self._hashes[block_id] = None
                 del self._block_of_hash[block_hash]
                 self.num_evictions += 1
+                history.evict(block_id, block_hash)
+            allocated_ns[block_id] = now_ns
         return taken
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Take one more reference to each block, pulling it out of the free queue."""
+        history = self.history
+        now_ns, used_ns, gaps_ns = history.now_ns, history.used_ns, history.reuse_gaps_ns
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
                 self._num_cached_used += self._hashes[block_id] is not None
+                gaps_ns.append(now_ns - used_ns[block_id])
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference to each block; the ones released first are evicted first."""
+        now_ns, used_ns = self.history.now_ns, self.history.used_ns
         for block_id in block_ids:
             assert self._ref_counts[block_id] > 0, f"block {block_id} released twice"
             self._ref_counts[block_id] -= 1
@@ -85,6 +97,7 @@ class BlockPool:
                 self._free.move_to_end(block_id, last=False)
             else:
                 self._num_cached_used -= 1
+                used_ns[block_id] = now_ns
 
     def cache(self, block_id: int, block_hash: bytes) -> None:
         """Register a full, referenced block under its hash, unless a twin has it already."""
@@ -96,12 +109,14 @@ class BlockPool:
             self._num_cached_used += 1
 
     def reset_cache(self) -> bool:
-        """Forget every hash; False, and nothing done, while a request holds blocks."""
+        """Forget every hash, those evicted before included; False, and nothing done, while a
+        request holds blocks."""
         if self.num_used_blocks:
             return False
         self._block_of_hash.clear()
         self._hashes = [None] * self.num_blocks
         self._num_cached_used = 0
+        self.history.forget_evictions()
         return True
 
     def check_idle(self) -> None:

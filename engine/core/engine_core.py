@@ -11,8 +11,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from engine.checkpoint.architecture import read_model_config
-from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.core.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
@@ -32,11 +30,15 @@ from engine.types.messages import (
     FinishReason,
 )
 from engine.types.plan import ModelRunnerOutput, SchedulerOutput
-from instrumentation import Event, Instrument, StartupPhase, StepRecord
+from instrumentation import Event, FlightReason, Instrument, StartupPhase, StepRecord
 
 logger = get_logger(__name__)
 
-UTILITIES = ("reset_prefix_cache", "get_supported_tasks", "check_integrity")
+UTILITIES = (
+    *("reset_prefix_cache", "get_supported_tasks", "check_integrity"),
+    *("start_recording", "stop_recording", "dump_flight_record"),
+    *("start_profile", "stop_profile", "profile_status"),
+)
 """Methods that the frontend may call by name."""
 
 
@@ -69,7 +71,7 @@ class EngineCore:
         with self._phase(StartupPhase.LOAD_MODEL):
             self.executor = executor_class(config, obs=obs)
             self.executor.load_model()
-        limits = self._resolve_limits()
+        limits = resolve_limits(config, self.executor.model_config)
         self._size = self._initialize_kv_cache(limits)
         with self._phase(StartupPhase.WARMUP):
             self.executor.warm_up()
@@ -112,16 +114,32 @@ class EngineCore:
         """Bring in the oldest step's result, if there is one."""
         if not self._in_flight:
             return {}
-        plan, record, future = self._in_flight.popleft()
+        # It stays in the queue until it is done: one that fails is to be written down.
+        plan, record, future = self._in_flight[0]
         with self.obs.wait:
             result = future.result()
         with self.obs.update:
             packages = self.scheduler.update_from_output(plan, result, record)
         self.obs.step(record)
+        self._in_flight.popleft()
         # The record rides with the first client's outputs, or alone.
         carrier = packages.setdefault(next(iter(packages), 0), EngineCoreOutputs())
         carrier.step, carrier.worker_step = record, result.record
         return packages
+
+    def record_failure(self, error: Exception) -> str | None:
+        """Write down the steps that were under way when the loop failed, and the last ones before.
+
+        Returns the path of the flight record, None where there is none.
+        """
+        now_ns = time.monotonic_ns()
+        for _, record, _ in self._in_flight:
+            record.end_ns = now_ns
+            self.obs.step(record)
+        self._in_flight.clear()
+        detail = f"{type(error).__name__}: {error}"
+        self.obs.event(Event.STEP_FAILED, detail=detail)
+        return self.obs.dump_flight(FlightReason.CRASH, detail)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -188,6 +206,30 @@ class EngineCore:
         self.scheduler.check_integrity()
         return True
 
+    def start_recording(self, run_dir: str) -> bool:
+        """Begin this process's journal in a folder; False if one is being written."""
+        return self.obs.start_recording(run_dir)
+
+    def stop_recording(self) -> bool:
+        """End this process's journal; False if none is being written."""
+        return self.obs.stop_recording()
+
+    def dump_flight_record(self, detail: str = "") -> str | None:
+        """Write the last steps to a file and return its path; None without a flight recorder."""
+        return self.obs.dump_flight(FlightReason.API, detail)
+
+    def start_profile(self, options: dict[str, Any]) -> list[dict[str, Any]]:
+        """Begin a torch profile in every worker; returns their status, by rank."""
+        return self.executor.start_profile(options)
+
+    def stop_profile(self) -> list[dict[str, Any]]:
+        """End it; the files are written while steps go on."""
+        return self.executor.collective_rpc("stop_profile")
+
+    def profile_status(self) -> list[dict[str, Any]]:
+        """How far each worker's last profile is."""
+        return self.executor.collective_rpc("profile_status")
+
     def ready_response(self) -> EngineCoreReadyResponse:
         """What start-up decided."""
         facts, limits = self.executor.facts, self.scheduler.limits
@@ -203,6 +245,7 @@ class EngineCore:
             kv_cache_bytes=self._size.num_bytes,
             startup_ns=self.startup_ns,
             startup_begin_ns=self.startup_begin_ns,
+            memory_bytes=self.executor.memory_bytes,
         )
 
     def shutdown(self) -> None:
@@ -211,11 +254,6 @@ class EngineCore:
         self.obs.close()
 
     # -- start-up --------------------------------------------------------------------------------
-
-    def _resolve_limits(self) -> Limits:
-        model = self.config.model
-        source = resolve_model(model.model, model.revision, model.download_dir)
-        return resolve_limits(self.config, read_model_config(source))
 
     def _initialize_kv_cache(self, limits: Limits) -> KVCacheSize:
         with self._phase(StartupPhase.PROFILE):

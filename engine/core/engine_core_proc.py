@@ -14,26 +14,29 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.errors import EngineStartError
+from engine.errors import EngineStartError, IsinglassError
 from engine.log import configure, get_logger
-from engine.types.codec import MessageDecoder, MessageEncoder
+from engine.types.codec import Frame, MessageDecoder, MessageEncoder, leading_item
 from engine.types.messages import (
     PROTOCOL_VERSION,
+    CoreTimes,
     EngineCoreFailure,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishReason,
     MessageType,
     UtilityOutput,
     UtilityRequest,
 )
-from instrumentation import Instrument, Role, StartupPhase, ThreadName
+from instrumentation import FlightReason, Instrument, Role, StartupPhase, ThreadName
 from instrumentation.setup import setup
 
 logger = get_logger(__name__)
@@ -123,6 +126,8 @@ class EngineCoreProc:
     def _call(self, call: UtilityRequest) -> UtilityOutput:
         try:
             return UtilityOutput(call.call_id, self.core.call_utility(call.method, call.args))
+        except IsinglassError as error:  # the caller's to know, and nothing is wrong here
+            return UtilityOutput(call.call_id, failure=f"{type(error).__name__}: {error}")
         except Exception as error:  # a wrong call must not end the engine
             logger.exception("utility %s failed", call.method)
             return UtilityOutput(call.call_id, failure=f"{type(error).__name__}: {error}")
@@ -149,15 +154,38 @@ class EngineCoreProc:
         }
         while True:
             code, *frames = socket.recv_multipart()
-            kind = MessageType(code)
-            if kind is MessageType.SHUTDOWN:
+            if code == MessageType.SHUTDOWN.value:
                 self.stop()
                 return
-            with obs.decode:
-                content = decoders[kind].decode(frames)
-                if kind is MessageType.ADD:
-                    content = self.core.prepare_request(content)
-            self._input.put((kind, content))
+            try:
+                with obs.decode:
+                    kind = MessageType(code)
+                    content = decoders[kind].decode(frames)
+                    if kind is MessageType.ADD:
+                        content = self.core.prepare_request(content)
+            except Exception as error:  # one bad message must not end everybody's requests
+                self._refuse(code, frames, error)
+            else:
+                self._input.put((kind, content))
+
+    def _refuse(self, code: bytes, frames: Sequence[Frame], error: Exception) -> None:
+        """Drop a message that makes no sense, and answer whoever waits for its result."""
+        logger.error("a message of type %r was dropped: %r", code, error)
+        reason = f"the engine core could not read the message: {type(error).__name__}: {error}"
+        item = leading_item(frames[0]) if frames else None
+        now_ns = time.monotonic_ns()
+        if code == MessageType.ADD.value and isinstance(item, str):
+            output = EngineCoreOutput(
+                item,
+                [],
+                finish_reason=FinishReason.ERROR,
+                times=CoreTimes(queued_ns=now_ns),
+                error=reason,
+            )
+            self._publish({0: EngineCoreOutputs(outputs=[output], timestamp_ns=now_ns)})
+        elif code == MessageType.UTILITY.value and isinstance(item, int):
+            utility = UtilityOutput(item, failure=reason)
+            self._publish({0: EngineCoreOutputs(utility=utility)})
 
     def _send(self, socket: zmq.Socket) -> None:
         """Output thread: encode and send."""
@@ -182,7 +210,12 @@ def run_engine_core(
 ) -> None:
     """Entry point of the spawned process: come up, answer ready, serve, end the process."""
     settings = EngineConfig.from_dict(config)
-    configure(settings.process.log_level, role="EngineCore", own_process=True)
+    configure(
+        settings.process.log_level,
+        role="EngineCore",
+        own_process=True,
+        log_format=settings.observability.log_format,
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
     # Two contexts, because at the end the input thread still waits at its socket: closing that
     # from here aborts the process now and then. Only the output's context is ended.
@@ -190,6 +223,7 @@ def run_engine_core(
     input_socket = _connect(input_context, zmq.DEALER, input_address, str(engine_index).encode())
     output_socket = _connect(output_context, zmq.PUSH, output_address)
     obs = setup(settings.observability, role=Role.CORE, rank=engine_index, run_dir=run_dir)
+    signal.signal(signal.SIGUSR2, lambda *_: obs.ask_for_flight(FlightReason.SIGNAL))
     try:
         if protocol_version != PROTOCOL_VERSION:
             raise EngineStartError(f"frontend {protocol_version}, core {PROTOCOL_VERSION}")
@@ -215,7 +249,8 @@ def run_engine_core(
     except Exception as error:
         logger.exception("the engine core failed")
         proc.flush()
-        output_socket.send_multipart([MessageType.FAILED.value, _failure(error)])
+        failure = _failure(error, flight_record=proc.core.record_failure(error) or "")
+        output_socket.send_multipart([MessageType.FAILED.value, failure])
         _leave(output_context, obs, code=1)
     proc.close()
     _leave(output_context, obs, code=0)
@@ -243,9 +278,11 @@ def _timed_import(obs: Instrument, spawned_ns: int) -> dict[str, int]:
     return {StartupPhase.IMPORT.label: imported_ns - spawned_ns}
 
 
-def _failure(error: Exception) -> bytes:
+def _failure(error: Exception, *, flight_record: str = "") -> bytes:
     text = "".join(traceback.format_exception(error))
-    return msgspec.msgpack.encode(EngineCoreFailure(type(error).__name__, str(error), text))
+    return msgspec.msgpack.encode(
+        EngineCoreFailure(type(error).__name__, str(error), text, flight_record)
+    )
 
 
 def _leave(context: zmq.Context, obs: Instrument, *, code: int) -> NoReturn:

@@ -14,13 +14,17 @@ from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool
 from engine.core.request import Request
+from instrumentation import PrefixMiss
 
 
 class PrefixHit(NamedTuple):
-    """The longest cached prefix of a request."""
+    """The longest cached prefix of a request, and why there is no more of it."""
 
     block_ids: list[int]
     num_tokens: int
+    miss: PrefixMiss
+    evicted_age_ns: int = -1
+    """How long ago the first block that is missing was evicted, where it was."""
 
 
 class KVCacheManager:
@@ -33,14 +37,18 @@ class KVCacheManager:
         self._tables: dict[str, list[int]] = {}
         self._num_registered: dict[str, int] = {}
 
+    def set_time(self, now_ns: int) -> None:
+        """Say what time it is, once for all blocks that are taken, hit or released from now on."""
+        self.pool.history.now_ns = now_ns
+
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """Find the longest cached prefix, at most num_tokens - 1 tokens of it.
 
         One token is always left to compute, since its logits are needed. A request that wants
-        prompt logprobs computes its whole prompt.
+        prompt logprobs computes its whole prompt: for it, caching is as good as disabled.
         """
         if not self.enable_caching or self._wants_whole_prompt(request):
-            return PrefixHit([], 0)
+            return PrefixHit([], 0, PrefixMiss.DISABLED)
         most = (request.num_tokens - 1) // self.block_size
         found: list[int] = []
         for block_hash in request.block_hashes[:most]:
@@ -48,7 +56,14 @@ class KVCacheManager:
             if block_id is None:
                 break
             found.append(block_id)
-        return PrefixHit(found, len(found) * self.block_size)
+        num_tokens = len(found) * self.block_size
+        if len(found) == most:
+            miss = PrefixMiss.NONE if most else PrefixMiss.PARTIAL_BLOCK
+            return PrefixHit(found, num_tokens, miss)
+        age_ns = self.pool.history.evicted_age_ns(request.block_hashes[len(found)])
+        if age_ns is None:
+            return PrefixHit(found, num_tokens, PrefixMiss.NEVER_CACHED)
+        return PrefixHit(found, num_tokens, PrefixMiss.EVICTED, age_ns)
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, *, hit: PrefixHit | None = None

@@ -6,6 +6,9 @@ from engine.errors import ConfigError
 from engine.log import get_logger
 from engine.types.kv_cache import KVCacheSpec
 
+_MIN_TOKENS = 2
+"""A prompt of one token, and the room that its first output token makes necessary."""
+
 logger = get_logger(__name__)
 
 
@@ -29,7 +32,7 @@ def size_kv_cache(
     """Decide the pool; one sequence of `max_model_len` always fits into it.
 
     Raises:
-        ConfigError: not even one block fits.
+        ConfigError: not even one block fits, or too few tokens for any request.
     """
     num_blocks = num_blocks_override or max(0, available_bytes) // spec.block_bytes
     if num_blocks == 0:
@@ -39,6 +42,12 @@ def size_kv_cache(
             "kv_cache_memory_bytes, or lower max_num_batched_tokens or block_size."
         )
     num_tokens = num_blocks * spec.block_size
+    if num_tokens < _MIN_TOKENS:
+        raise ConfigError(
+            f"no request can ever run: the KV cache holds {num_blocks} block of "
+            f"{spec.block_size} token, and the shortest request needs {_MIN_TOKENS} tokens. Raise "
+            "num_gpu_blocks_override, kv_cache_memory_bytes or block_size."
+        )
     if num_tokens < max_model_len:
         logger.warning(
             "max_model_len is reduced from %d to %d: the KV cache holds %d blocks of %d tokens. "

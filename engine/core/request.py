@@ -24,6 +24,7 @@ class Request:
     `num_computed_tokens` is *planned* state: it advances when a step is scheduled, before the
     worker has run it. `num_output_placeholders` counts output tokens that are being sampled in
     steps still in flight, so that the next step can be scheduled without knowing them.
+    `num_lost_tokens` is what was computed when the request was last preempted.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class Request:
         "num",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -64,6 +66,7 @@ class Request:
         self.num_output_placeholders = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_lost_tokens = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -87,6 +90,20 @@ class Request:
     def num_planned_tokens(self) -> int:
         """Known tokens and those being sampled by steps in flight."""
         return len(self.all_token_ids) + self.num_output_placeholders
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens that no step up to now computes."""
+        return len(self.all_token_ids) - self.num_computed_tokens
+
+    @property
+    def since_ns(self) -> int:
+        """Since when the request has been waiting without a break, or running without one."""
+        times = self.times
+        if times.preemptions:
+            preempted_ns, resumed_ns = times.preemptions[-1]
+            return resumed_ns or preempted_ns
+        return times.first_scheduled_ns or times.queued_ns
 
     @property
     def prompt_token_ids(self) -> list[int]:

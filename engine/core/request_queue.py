@@ -9,30 +9,39 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from engine.core.request import Request
+from engine.core.waiting_totals import WaitingTotals
 
 
 class RequestQueue(ABC):
-    """Waiting requests in the order of one policy."""
+    """Waiting requests in the order of one policy, and what they amount to."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.totals = WaitingTotals()
+
     def add(self, request: Request) -> None:
         """Queue a request that has just arrived."""
+        self._add(request)
+        self.totals.enter(request)
 
-    @abstractmethod
     def put_back(self, request: Request) -> None:
         """Queue a preempted request, before the ones that never ran."""
+        self._put_back(request)
+        self.totals.enter(request)
+
+    def pop(self) -> Request:
+        """Take out the request to admit next."""
+        request = self._pop()
+        self.totals.leave(request)
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Take out a request wherever it stands."""
+        self._remove(request)
+        self.totals.leave(request)
 
     @abstractmethod
     def peek(self) -> Request:
         """The request to admit next."""
-
-    @abstractmethod
-    def pop(self) -> Request:
-        """Take out the request to admit next."""
-
-    @abstractmethod
-    def remove(self, request: Request) -> None:
-        """Take out a request wherever it stands."""
 
     @abstractmethod
     def in_order(self, running: list[Request]) -> list[Request]:
@@ -49,28 +58,28 @@ class RequestQueue(ABC):
     def __iter__(self) -> Iterator[Request]:
         """All waiting requests, in no promised order (tests and reports)."""
 
+    @abstractmethod
+    def _add(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _put_back(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _pop(self) -> Request: ...
+
+    @abstractmethod
+    def _remove(self, request: Request) -> None: ...
+
 
 class FCFSRequestQueue(RequestQueue):
     """First come, first served; the last one admitted yields first."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._requests: OrderedDict[str, Request] = OrderedDict()
-
-    def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-
-    def put_back(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
 
     def peek(self) -> Request:
         return next(iter(self._requests.values()))
-
-    def pop(self) -> Request:
-        return self._requests.popitem(last=False)[1]
-
-    def remove(self, request: Request) -> None:
-        del self._requests[request.request_id]
 
     def in_order(self, running: list[Request]) -> list[Request]:
         return list(running)  # in the order of admission
@@ -84,37 +93,31 @@ class FCFSRequestQueue(RequestQueue):
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
 
+    def _add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def _put_back(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._requests.move_to_end(request.request_id, last=False)
+
+    def _pop(self) -> Request:
+        return self._requests.popitem(last=False)[1]
+
+    def _remove(self, request: Request) -> None:
+        del self._requests[request.request_id]
+
 
 class PriorityRequestQueue(RequestQueue):
     """Lowest (priority, arrival) first; the highest one running yields first."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._heap: list[tuple[int, int, int, Request]] = []
         self._waiting: set[int] = set()
-
-    def add(self, request: Request) -> None:
-        heapq.heappush(self._heap, (*self._key(request), request))
-        self._waiting.add(request.num)
-
-    put_back = add
 
     def peek(self) -> Request:
         self._drop_removed()
         return self._heap[0][-1]
-
-    def pop(self) -> Request:
-        request = self.peek()
-        heapq.heappop(self._heap)
-        self._waiting.remove(request.num)
-        return request
-
-    def remove(self, request: Request) -> None:
-        # The heap entry stays behind and is skipped when it reaches the top, or goes when such
-        # entries are the most: constant cost per removal, on average.
-        self._waiting.remove(request.num)
-        if len(self._heap) > 2 * len(self._waiting) + 64:
-            self._heap = [entry for entry in self._heap if entry[-1].num in self._waiting]
-            heapq.heapify(self._heap)
 
     def in_order(self, running: list[Request]) -> list[Request]:
         return sorted(running, key=self._key)
@@ -127,6 +130,26 @@ class PriorityRequestQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return (entry[-1] for entry in self._heap if entry[-1].num in self._waiting)
+
+    def _add(self, request: Request) -> None:
+        heapq.heappush(self._heap, (*self._key(request), request))
+        self._waiting.add(request.num)
+
+    _put_back = _add
+
+    def _pop(self) -> Request:
+        request = self.peek()
+        heapq.heappop(self._heap)
+        self._waiting.remove(request.num)
+        return request
+
+    def _remove(self, request: Request) -> None:
+        # The heap entry stays behind and is skipped when it reaches the top, or goes when such
+        # entries are the most: constant cost per removal, on average.
+        self._waiting.remove(request.num)
+        if len(self._heap) > 2 * len(self._waiting) + 64:
+            self._heap = [entry for entry in self._heap if entry[-1].num in self._waiting]
+            heapq.heapify(self._heap)
 
     def _drop_removed(self) -> None:
         while self._heap[0][-1].num not in self._waiting:

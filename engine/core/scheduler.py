@@ -67,6 +67,7 @@ class Scheduler:
 
     def finish_requests(self, request_ids: Iterable[str], reason: FinishReason) -> list[Request]:
         """End requests from outside, in whatever state they are; unknown ids are ignored."""
+        self.kv_cache.set_time(self._clock())
         ended = [self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests]
         for request in ended:
             self._finish(request, reason)
@@ -83,7 +84,9 @@ class Scheduler:
 
         Returns None when there is nothing to compute until a step in flight is done.
         """
-        step = StepBuilder(self.limits.max_num_batched_tokens, self._clock())
+        now_ns = self._clock()
+        self.kv_cache.set_time(now_ns)
+        step = StepBuilder(self.limits.max_num_batched_tokens, now_ns, self.kv_cache.block_size)
         self._schedule_running(step)
         if step.preempted_any:
             step.admission_stop = AdmissionStop.AFTER_PREEMPTION
@@ -101,20 +104,26 @@ class Scheduler:
         """
         assert len(result.req_ids) == len(plan.num_scheduled_tokens)
         now_ns = self._clock()
+        self.kv_cache.set_time(now_ns)
         packages: dict[int, EngineCoreOutputs] = {}
         first_tokens: list[int] = []
         finished: list[int] = []
         for row, request_id in enumerate(result.req_ids):
             request = self.requests.get(request_id)
             token_ids = result.sampled_token_ids[row]
-            if request is None or not token_ids:
+            if request is None:
                 continue
-            record.num_sampled_tokens += len(token_ids)
-            output = self._append(request, token_ids, now_ns)
-            output.new_logprobs = result.logprobs[row] if result.logprobs else None
-            output.prompt_logprobs = result.prompt_logprobs.get(request_id)
-            if request.num_output_tokens == len(token_ids):
-                first_tokens.append(request.num)
+            if request_id in result.failures:
+                output = self._fail(request, result.failures[request_id])
+            elif token_ids:
+                record.num_sampled_tokens += len(token_ids)
+                output = self._append(request, token_ids, now_ns)
+                output.new_logprobs = result.logprobs[row] if result.logprobs else None
+                output.prompt_logprobs = result.prompt_logprobs.get(request_id)
+                if request.num_output_tokens == len(token_ids):
+                    first_tokens.append(request.num)
+            else:
+                continue
             if output.finished:
                 finished.append(request.num)
             if request.client_index not in packages:
@@ -168,13 +177,13 @@ class Scheduler:
         """Blocks for the request, preempting others until there are; None: it went itself."""
         while (added := self.kv_cache.allocate_slots(request, num_tokens)) is None:
             victim = self.waiting.victim(self.running)
-            self._preempt(victim, step)
+            self._preempt(victim, step, by=request)
             if victim is request:
                 return None
         return added
 
-    def _preempt(self, request: Request, step: StepBuilder) -> None:
-        """Take the request's blocks and send it back to the queue, to be recomputed."""
+    def _preempt(self, request: Request, step: StepBuilder, *, by: Request) -> None:
+        """Take a request's blocks for another (or itself) and send it back to the queue."""
         # Running requests are planned in the order of the policy and preempted from its end. One
         # that this step computes must not go: its full blocks are registered already.
         assert request.request_id not in step.num_scheduled_tokens
@@ -182,9 +191,10 @@ class Scheduler:
         num_tokens = request.num_computed_tokens
         num_blocks = self.kv_cache.free(request)
         step.preempted_any = True
-        self._recorder.count_preemption(Preemption(request.num, num_blocks, num_tokens))
+        self._recorder.count_preemption(Preemption(request.num, num_blocks, num_tokens, by.num))
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.num_lost_tokens = num_tokens
         request.num_output_placeholders = 0
         request.num_preemptions += 1
         request.times.preemptions.append((step.begin_ns, 0))
@@ -200,6 +210,7 @@ class Scheduler:
             step.admission_stop = self._try_to_admit(request, step)
             if step.admission_stop is not AdmissionStop.NONE:
                 step.admission_stop_request_num = request.num
+                step.admission_stop_num_tokens = request.num_uncomputed_tokens
                 return
 
     def _try_to_admit(self, request: Request, step: StepBuilder) -> AdmissionStop:
@@ -227,7 +238,7 @@ class Scheduler:
         num_tokens: int,
         step: StepBuilder,
     ) -> None:
-        self._recorder.count_prefix_lookup(request, hit.num_tokens)
+        self._recorder.count_admission(request, hit)
         if request.status == RequestStatus.PREEMPTED:
             preempted_ns, _ = request.times.preemptions[-1]
             request.times.preemptions[-1] = (preempted_ns, step.begin_ns)
@@ -252,7 +263,7 @@ class Scheduler:
         plan = step.plan(self._step, label, forget=self._forgettable)
         self._forgettable = []
         record = self._recorder.record(
-            self._step, step, label, num_running=len(self.running), num_waiting=len(self.waiting)
+            self._step, step, label, running=self.running, waiting=self.waiting
         )
         return plan, record
 
@@ -261,6 +272,8 @@ class Scheduler:
     def _append(self, request: Request, token_ids: list[int], now_ns: int) -> EngineCoreOutput:
         """Add sampled tokens to a request, and end it if they are its last."""
         request.append_output(token_ids)
+        if request.status is RequestStatus.PREEMPTED:
+            self.waiting.totals.grow(len(token_ids))
         is_first = request.num_output_tokens == len(token_ids)
         times = request.times
         if is_first:
@@ -278,6 +291,18 @@ class Scheduler:
             stop_reason=request.stop_reason,
             num_cached_tokens=request.num_cached_tokens,
             times=times if is_told else None,
+        )
+
+    def _fail(self, request: Request, error: str) -> EngineCoreOutput:
+        """End a request that the worker cannot go on with."""
+        self._finish(request, FinishReason.ERROR)
+        return EngineCoreOutput(
+            request.request_id,
+            [],
+            finish_reason=FinishReason.ERROR,
+            num_cached_tokens=request.num_cached_tokens,
+            times=request.times,
+            error=error,
         )
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

@@ -17,6 +17,7 @@ class StepBuilder:
     token_budget: int
     """What is left of it."""
     begin_ns: int
+    block_size: int
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     """By request id, in the order in which they were scheduled."""
     scheduled: list[Request] = field(default_factory=list)
@@ -26,6 +27,9 @@ class StepBuilder:
     preempted_any: bool = False
     admission_stop: AdmissionStop = AdmissionStop.NONE
     admission_stop_request_num: int = -1
+    admission_stop_num_tokens: int = 0
+    num_unfilled_slots: int = 0
+    """In the last blocks of the scheduled requests, once `advance` has run."""
 
     def add_new(self, request: Request, num_tokens: int, block_ids: list[int]) -> None:
         """Schedule a request that the worker does not know."""
@@ -56,6 +60,7 @@ class StepBuilder:
             num_requests[is_generation] += 1
             num_tokens[is_generation] += num_scheduled
             request.num_computed_tokens += num_scheduled
+            self.num_unfilled_slots += -request.num_computed_tokens % self.block_size
             if request.num_computed_tokens >= request.num_planned_tokens:
                 request.num_output_placeholders += 1
         return StepLabel(num_requests[0], num_tokens[0], num_requests[1], num_tokens[1])

@@ -1,12 +1,14 @@
 """Writes steps down: what the scheduler decided, and what became of it.
 
-Knows the block pool's counts and what was told since the step before. Decides nothing.
+Knows the block pool's counts and what was told since the step before. Decides nothing, and walks
+through no queue.
 """
 
-from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.kv_cache_manager import KVCacheManager, PrefixHit
 from engine.core.request import Request, RequestStatus
+from engine.core.request_queue import RequestQueue
 from engine.core.step_builder import StepBuilder
-from instrumentation import Preemption, StepLabel, StepRecord
+from instrumentation import Admission, Preemption, PrefixMiss, StepLabel, StepRecord
 
 
 class StepRecorder:
@@ -21,16 +23,26 @@ class StepRecorder:
         self._num_evictions_recorded = 0
         self._forget()
 
-    def count_prefix_lookup(self, request: Request, num_hit_tokens: int) -> None:
-        """Note what the prefix cache had for a request; those resumed are counted apart."""
-        if not self._kv_cache.enable_caching:
-            return
-        if request.status is RequestStatus.PREEMPTED:
-            self._preempted_prefix_queries += request.num_tokens
+    def count_admission(self, request: Request, hit: PrefixHit) -> None:
+        """Note what the prefix cache had for a request; call it while its status is the old one.
+
+        Those resumed are counted apart. One that may not use the cache counts as no query.
+        """
+        num_tokens, num_hit_tokens = request.num_tokens, hit.num_tokens
+        is_resumed = request.status is RequestStatus.PREEMPTED
+        num_query_tokens = 0 if hit.miss is PrefixMiss.DISABLED else num_tokens
+        if is_resumed:
+            self._preempted_prefix_queries += num_query_tokens
             self._preempted_prefix_hits += num_hit_tokens
+            self._num_recompute_tokens += max(0, request.num_lost_tokens - num_hit_tokens)
         else:
-            self._prefix_queries += request.num_tokens
+            self._prefix_queries += num_query_tokens
             self._prefix_hits += num_hit_tokens
+        self._admissions.append(
+            Admission(
+                request.num, num_tokens, num_hit_tokens, is_resumed, hit.miss, hit.evicted_age_ns
+            )
+        )
 
     def count_preemption(self, preemption: Preemption) -> None:
         """Note who lost its blocks."""
@@ -42,12 +54,13 @@ class StepRecorder:
         builder: StepBuilder,
         label: StepLabel,
         *,
-        num_running: int,
-        num_waiting: int,
+        running: list[Request],
+        waiting: RequestQueue,
     ) -> StepRecord:
-        """The record of a step that has been scheduled."""
-        pool = self._kv_cache.pool
+        """The record of a step that has been scheduled; `running` is in the order of admission."""
+        pool, totals, num_waiting = self._kv_cache.pool, waiting.totals, len(waiting)
         num_cached_free = pool.num_cached_free_blocks
+        times = pool.history.take()
         record = StepRecord(
             step=step,
             begin_ns=builder.begin_ns,
@@ -57,7 +70,7 @@ class StepRecorder:
             num_generation_requests=label.num_generation_requests,
             num_generation_tokens=label.num_generation_tokens,
             token_budget_left=builder.token_budget,
-            num_running=num_running,
+            num_running=len(running),
             num_waiting=num_waiting,
             waiting_by_reason=(num_waiting, 0),
             admission_stop=builder.admission_stop,
@@ -76,6 +89,17 @@ class StepRecorder:
                 for request, num_tokens in builder.scheduled_tokens()
                 for number in (request.num, num_tokens)
             ),
+            num_waiting_tokens=totals.num_tokens,
+            admission_stop_num_tokens=builder.admission_stop_num_tokens,
+            num_waiting_preempted=totals.num_preempted,
+            oldest_waiting_since_ns=totals.oldest_since_ns,
+            oldest_running_since_ns=running[0].since_ns if running else 0,
+            admissions=tuple(self._admissions),
+            num_recompute_tokens=self._num_recompute_tokens,
+            num_unfilled_slots=builder.num_unfilled_slots,
+            evicted_lifetimes_ns=times.evicted_lifetimes_ns,
+            evicted_idle_ns=times.evicted_idle_ns,
+            reuse_gaps_ns=times.reuse_gaps_ns,
         )
         self._num_evictions_recorded = pool.num_evictions
         self._forget()
@@ -95,3 +119,5 @@ class StepRecorder:
         self._prefix_queries = self._prefix_hits = 0
         self._preempted_prefix_queries = self._preempted_prefix_hits = 0
         self._preempted: list[Preemption] = []
+        self._admissions: list[Admission] = []
+        self._num_recompute_tokens = 0

@@ -2,7 +2,9 @@
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from typing import Any
 
+from engine.checkpoint.architecture import ModelConfig
 from engine.types.kv_cache import KVCacheSpec
 from engine.types.plan import ModelRunnerOutput, SchedulerOutput
 
@@ -14,6 +16,19 @@ class Executor(ABC):
     @abstractmethod
     def facts(self) -> dict[str, str]:
         """What the workers decided: dtype, device, attention_backend."""
+
+    @property
+    @abstractmethod
+    def model_config(self) -> ModelConfig:
+        """What the workers read from the checkpoint's configuration."""
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> dict[str, int]:
+        """Memory by component once the KV cache is allocated; `EngineCoreReadyResponse` defines it.
+
+        Keys: weights, kv_cache, graphs, activations, other.
+        """
 
     @abstractmethod
     def load_model(self) -> None:
@@ -42,6 +57,17 @@ class Executor(ABC):
     @abstractmethod
     def sample_tokens(self) -> Future[ModelRunnerOutput]:
         """Result of the step handed over last. A worker's exception comes out of the future."""
+
+    @abstractmethod
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker in its own thread, between steps; results by rank.
+
+        Waits for the steps that were handed over before. A worker's exception comes out.
+        """
+
+    def start_profile(self, options: dict[str, Any]) -> list[dict[str, Any]]:
+        """Begin a torch profile in every worker; returns their status, by rank."""
+        return self.collective_rpc("start_profile", options)
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -5,13 +5,21 @@ a second caller would double them; and steps run in the order in which they are 
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+from engine.checkpoint.architecture import ModelConfig
 from engine.config import EngineConfig
 from engine.executor.base import Executor
+from engine.log import get_logger
 from engine.types.kv_cache import KVCacheSpec
 from engine.types.plan import ModelRunnerOutput, SchedulerOutput
 from engine.worker.worker import Worker
-from instrumentation import Instrument, ThreadName
+from instrumentation import Instrument, ThreadName, initialize_torch_profiler
+
+logger = get_logger(__name__)
+
+_SHARE_OF_GRACE = 0.8
+"""How much of the time to stop in a profile may take to be written."""
 
 
 class UniprocExecutor(Executor):
@@ -23,6 +31,7 @@ class UniprocExecutor(Executor):
             lambda: Worker(config, obs=obs.for_thread(ThreadName.WORKER))
         ).result()
         self._launched: Future[None] | None = None
+        self._grace_s = config.process.shutdown_timeout_s
 
     @property
     def facts(self) -> dict[str, str]:
@@ -32,6 +41,14 @@ class UniprocExecutor(Executor):
             "device": str(worker.device),
             "attention_backend": worker.attention.name,
         }
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._worker.model_config
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        return self._worker.memory_bytes()
 
     def load_model(self) -> None:
         self._thread.submit(self._worker.load_model).result()
@@ -67,5 +84,26 @@ class UniprocExecutor(Executor):
 
         return self._thread.submit(sample)
 
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        return [self._thread.submit(getattr(self._worker, method), *args).result()]
+
+    def start_profile(self, options: dict[str, Any]) -> list[dict[str, Any]]:
+        # Part of it belongs to the thread that has imported torch, which is the caller's.
+        initialize_torch_profiler()
+        return super().start_profile(options)
+
     def shutdown(self) -> None:
+        if self._worker.has_profile:
+            self._finish_profile()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _finish_profile(self) -> None:
+        """Let a profile be written that is running or being written."""
+        timeout_s = self._grace_s * _SHARE_OF_GRACE
+        try:
+            finished = self._thread.submit(self._worker.finish_profile, timeout_s)
+            is_written = finished.result(timeout_s)
+        except (TimeoutError, RuntimeError):  # the worker hangs, or was shut down before
+            is_written = False
+        if not is_written:
+            logger.warning("the profile was not written in %.1f s", timeout_s)

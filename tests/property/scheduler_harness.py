@@ -15,6 +15,7 @@ from engine.types.plan import ModelRunnerOutput, SchedulerOutput
 from engine.types.sampling import SamplingParams
 from instrumentation import AdmissionStop, StepRecord, format_step_label, parse_step_label
 from tests.fakes import FakeWorker, make_request, make_scheduler, reference_output
+from tests.property.record_account import RecordAccount
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ class SchedulerHarness:
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
             scheduling_policy=settings.scheduling_policy,
         )
+        self.account = RecordAccount(self.scheduler)
         self.worker = FakeWorker(settings.num_blocks, settings.block_size)
         self.shadows: dict[str, Shadow] = {}
         self.live: dict[str, Shadow] = {}
@@ -107,6 +109,8 @@ class SchedulerHarness:
         expected, reason = reference_output(prompt, params, self.settings.max_model_len)
         shadow = Shadow(request, prompt, expected, reason, order=num)
         self.shadows[request.request_id] = self.live[request.request_id] = shadow
+        self.account.begin_move()
+        self.account.arrived(request)
         self.scheduler.add_request(request)
         self.check()
         return request.request_id
@@ -115,6 +119,7 @@ class SchedulerHarness:
         """A request is ended from outside, whatever its state."""
         shadow = self.live.pop(request_id)
         shadow.reason = "abort"
+        self.account.begin_move()
         # Asking twice and for strangers is harmless.
         ended = self.scheduler.finish_requests(
             [request_id, "stranger", request_id], FinishReason.ABORT
@@ -154,6 +159,7 @@ class SchedulerHarness:
         """Plan a step, check the plan against the account, and run it on the worker."""
         was_running = list(self.scheduler.running)
         waiting = self._waiting()
+        self.account.begin_move()
         planned = self.scheduler.schedule()
         preempted = [r for r in was_running if r.status is RequestStatus.PREEMPTED]
         for request in preempted:
@@ -168,6 +174,7 @@ class SchedulerHarness:
         plan, record = planned
         self._check_plan(plan, was_running, waiting)
         self._check_record(plan, record)
+        self.account.check(plan, record, [shadow.request for shadow in self.live.values()])
         self.in_flight.append((plan, record, self.worker.execute(plan)))
         self.check()
         return True
@@ -281,6 +288,7 @@ class SchedulerHarness:
         alive = {r for r in plan.num_scheduled_tokens if r in self.live}
         before = {r: list(s.output) for r, s in self.live.items()}
         oldest = min(self.live.values(), key=lambda s: s.order, default=None)
+        self.account.begin_move()
         packages = self.scheduler.update_from_output(plan, result, record)
         outputs = [output for package in packages.values() for output in package.outputs]
         assert len({o.request_id for o in outputs}) == len(outputs)

@@ -205,6 +205,7 @@ def test_start_up_runs_its_phases_in_order_and_answers(model: Path) -> None:
     assert ready.kv_cache_bytes == ready.num_gpu_blocks * executor.get_kv_cache_spec().block_bytes
     assert (ready.dtype, ready.device, ready.attention_backend) == ("float32", "cpu", "fake")
     assert set(ready.startup_ns) == {phase.label for phase in phases}
+    assert ready.memory_bytes == executor.memory_bytes
     core.shutdown()
     assert executor.calls[-1] == "shutdown"
     assert recorder.is_closed
@@ -228,6 +229,15 @@ def test_no_room_for_a_single_block_is_a_config_error(model: Path) -> None:
 
     with pytest.raises(ConfigError, match="no room"):
         make_core(model, executor=Full)
+
+
+def test_a_pool_in_which_no_request_can_run_is_a_config_error(model: Path) -> None:
+    with pytest.raises(ConfigError, match="no request can ever run"):
+        make_core(model, block_size=1, num_gpu_blocks_override=1)
+    core = make_core(model, block_size=1, num_gpu_blocks_override=2)
+    add(core, message("r", [1], ignore_eos=True, max_tokens=5))
+    tokens, reasons = run(core)
+    assert (len(tokens["r"]), reasons) == (1, {"r": "length"})
 
 
 def abort(core: EngineCore, *request_ids: str) -> list[EngineCoreOutput]:

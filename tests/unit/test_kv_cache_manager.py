@@ -3,6 +3,7 @@
 import pytest
 
 from engine.core.kv_cache_manager import KVCacheManager, PrefixHit
+from instrumentation import PrefixMiss
 from tests.fakes import make_request
 
 
@@ -37,7 +38,7 @@ def test_a_hit_ends_at_the_first_difference() -> None:
 def test_prompt_logprobs_need_the_whole_prompt_once() -> None:
     manager = manager_with([1] * 13)
     request = make_request("new", [1] * 13, prompt_logprobs=1)
-    assert manager.get_computed_blocks(request) == PrefixHit([], 0)
+    assert manager.get_computed_blocks(request) == PrefixHit([], 0, PrefixMiss.DISABLED)
     request.append_output([5])  # the prompt is done: after a preemption its cache may be used
     assert manager.get_computed_blocks(request).num_tokens == 12
 
@@ -46,7 +47,8 @@ def test_without_caching_there_are_no_hits() -> None:
     manager = KVCacheManager(8, 4, enable_caching=False)
     request = make_request("a", [1] * 8)
     assert manager.allocate_slots(request, 8) is not None
-    assert manager.get_computed_blocks(make_request("b", [1] * 9)) == PrefixHit([], 0)
+    hit = manager.get_computed_blocks(make_request("b", [1] * 9))
+    assert hit == PrefixHit([], 0, PrefixMiss.DISABLED)
 
 
 def test_a_table_grows_only_at_block_borders() -> None:

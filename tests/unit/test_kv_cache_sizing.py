@@ -1,5 +1,6 @@
 """From bytes to blocks, and the context length that they allow."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -42,6 +43,17 @@ def test_the_context_is_reduced_to_the_pool_and_said_so(caplog: pytest.LogCaptur
     caplog.clear()
     assert size(num_blocks_override=10, max_model_len=160).max_model_len == 160
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_pool_of_one_token_serves_nobody_and_one_of_two_somebody() -> None:
+    one = dataclasses.replace(SPEC, block_size=1)
+    with pytest.raises(ConfigError, match=r"no request can ever run.*num_gpu_blocks_override"):
+        size_kv_cache(one, available_bytes=10**9, num_blocks_override=1, max_model_len=9)
+    for spec, num_blocks in ((one, 2), (dataclasses.replace(SPEC, block_size=2), 1)):
+        got = size_kv_cache(
+            spec, available_bytes=10**9, num_blocks_override=num_blocks, max_model_len=9
+        )
+        assert got.max_model_len == 2
 
 
 @pytest.mark.parametrize("available_bytes", [0, -5, SPEC.block_bytes - 1])

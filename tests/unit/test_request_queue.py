@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.core.request import Request
+from engine.core.request import Request, RequestStatus
 from engine.core.request_queue import (
     FCFSRequestQueue,
     PriorityRequestQueue,
@@ -15,10 +15,12 @@ from tests.fakes import make_request, sampling_params
 PARAMS = sampling_params()
 
 
-def request(num: int, *, priority: int = 0, arrival_ns: int | None = None) -> Request:
+def request(
+    num: int, *, priority: int = 0, arrival_ns: int | None = None, num_tokens: int = 1
+) -> Request:
     return make_request(
         f"r{num}",
-        [1],
+        [1] * num_tokens,
         num=num,
         priority=priority,
         arrival_ns=num if arrival_ns is None else arrival_ns,
@@ -101,6 +103,42 @@ def test_random_histories_equal_a_sorted_list(policy: str, seed: int) -> None:
         assert sorted(queue, key=key) == waiting
         if waiting:
             assert queue.peek() is waiting[0]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_totals_equal_those_of_a_walk_over_the_queue(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    queue = make_request_queue(policy)
+    out: list[Request] = []
+    for now_ns in range(1, 600):
+        waiting = list(queue)
+        choice = rng.random()
+        if choice < 0.4 or not waiting:
+            one = request(now_ns, priority=rng.randrange(4), num_tokens=rng.randint(1, 9))
+            one.times.queued_ns = now_ns
+            queue.add(one)
+        elif choice < 0.5:
+            queue.remove(rng.choice(waiting))
+        elif choice < 0.6:
+            one = rng.choice(waiting)
+            num_new = rng.randint(1, 3)
+            one.append_output([1] * num_new)
+            queue.totals.grow(num_new)
+        elif choice < 0.8 or not out:
+            out.append(queue.pop())
+        else:
+            one = out.pop()
+            one.status = RequestStatus.PREEMPTED
+            one.times.preemptions.append((now_ns, 0))
+            queue.put_back(one)
+        waiting, totals = list(queue), queue.totals
+        assert totals.num_tokens == sum(one.num_tokens for one in waiting)
+        preempted = [one for one in waiting if one.times.preemptions]
+        assert totals.num_preempted == len(preempted)
+        since = [one.times.preemptions[-1][0] for one in preempted]
+        since += [one.times.queued_ns for one in waiting if not one.times.preemptions]
+        assert totals.oldest_since_ns == min(since, default=0)
 
 
 def test_removed_requests_do_not_pile_up_behind_one_that_waits() -> None:
