@@ -6,8 +6,7 @@
 `--vllm-script CHECKPOINT` must print one JSON document with the keys of `benchmarks/offline.py`
 as its last line. Each round runs both, one behind the other, so that a slow spell of the machine
 hits both; the ratio of a round is ours over theirs, and the median over the rounds is the result.
-Then `benchmarks/tracing_cost.py`: everything recorded against nothing recorded. The last line of
-stdout is one JSON document.
+The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -61,10 +60,6 @@ def main() -> None:
             ", ".join(f"{ratio:.2f}" for ratio in ratios),
         )
     Console().print(table)
-    cost = run([sys.executable, str(HERE / "tracing_cost.py")])
-    for batch, ratios in cost.items():
-        print(f"tracing, {batch.replace('_', ' ')}: on/off {ratios['everything_ratio']:.4f}")
-        result[f"tracing_{batch}_ratio"] = ratios["everything_ratio"]
     print(json.dumps(result))
 
 

@@ -4,7 +4,8 @@ Knows the shapes, which are those of vLLM's offline metrics reader. Does not kno
 counted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,16 @@ class Gauge(Metric):
     value: int | float
 
 
+class Exemplar(NamedTuple):
+    """One observation of a bucket that can be looked up in a trace store."""
+
+    trace_id: str
+    span_id: str
+    value: float
+    """In the metric's base unit."""
+    wall_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
     """A distribution: observations up to each bound, cumulative, the last bound `+Inf`."""
@@ -36,3 +47,5 @@ class Histogram(Metric):
     count: int
     sum: int | float
     buckets: dict[str, int]
+    exemplars: dict[str, Exemplar] = field(default_factory=dict, compare=False)
+    """The last traced observation of a bucket, by the bucket's bound."""

@@ -1,36 +1,179 @@
 """Counts what passes through the frontend: metrics, and a status line now and then.
 
-One object is told of every message; an engine without statistics simply has none.
+One object is told of every message; an engine without statistics simply has none. What fails in
+here is counted and logged once, and never reaches a request.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from engine.checkpoint.locate import EMBEDDED_MODEL
+from engine.config import EngineConfig
 from engine.frontend.output_processor import ProcessedOutputs
-from engine.types.messages import EngineCoreOutputs
-from instrumentation import ConsoleStatus, Metrics, RequestTimeline
+from engine.log import get_logger
+from engine.types.messages import EngineCoreOutputs, EngineCoreReadyResponse
+from engine.types.sampling import SamplingParams
+from instrumentation import (
+    ConsoleStatus,
+    Instrument,
+    Metrics,
+    ObservabilityConfig,
+    RequestTimeline,
+    SinkName,
+    StepHistory,
+    objectives_of,
+    slo_misses,
+)
+from instrumentation.histogram_buckets import parse_buckets
+from instrumentation.request_metrics import ArrivedRequest
+
+logger = get_logger(__name__)
 
 
 class EngineObserver:
     """Feeds the accumulators and the console from messages and time lines."""
 
-    def __init__(self, metrics: Metrics, console: ConsoleStatus) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        console: ConsoleStatus,
+        *,
+        wanted: ObservabilityConfig | None = None,
+    ) -> None:
         self.metrics = metrics
         self.console = console
+        self.history = StepHistory()
+        self._wanted = wanted or ObservabilityConfig()
+        self._objectives = objectives_of(self._wanted)
+        self._sinks_logged: set[SinkName] = set()
 
-    def observe(self, message: EngineCoreOutputs, done: ProcessedOutputs) -> None:
-        """One message from the core and what became of it."""
+    def engine_is_ready(
+        self,
+        config: EngineConfig,
+        ready: EngineCoreReadyResponse,
+        *,
+        version: str,
+        model: str,
+        startup_ns: Mapping[str, int],
+    ) -> None:
+        """The core has come up with these settings; `startup_ns` has every phase's duration."""
+        info = {"version": version, "model": model, **_core_facts(ready)}
+        self.fenced(SinkName.METRICS, self._take_facts, config, ready, info, startup_ns)
+
+    def engine_died(self) -> None:
+        """The core is no more; the metrics keep what it last said."""
+        self.fenced(SinkName.METRICS, self.metrics.engine_died)
+
+    def observe_arrival(self, params: SamplingParams, *, index: int) -> None:
+        """A sequence was accepted: that sample of a request with `n` of them."""
+        arrived = ArrivedRequest(params.n if index == 0 else None, params.max_tokens)
+        self.fenced(SinkName.METRICS, self.metrics.requests.observe_arrival, arrived)
+
+    def observe_rejection(self, error: Exception) -> None:
+        """A request was refused before it was sent."""
+        kind = type(error).__name__
+        self.fenced(SinkName.METRICS, self.metrics.requests.observe_rejection, kind)
+
+    def observe(
+        self, message: EngineCoreOutputs, done: ProcessedOutputs, *, received_ns: int = 0
+    ) -> None:
+        """One message from the core, and what became of it."""
+        began_ns = time.monotonic_ns()
+        self.fenced(SinkName.METRICS, self._count, message, done, received_ns)
+        if message.step is not None or message.worker_step is not None:
+            self.fenced(
+                SinkName.ATTRIBUTION, self.history.observe, message.step, message.worker_step
+            )
         if message.step is not None:
-            self.metrics.observe_step(message.step)
-            self.console.observe(message.step, num_generation_tokens=done.num_generation_tokens)
-        if message.worker_step is not None:
-            self.metrics.observe_worker_step(message.worker_step)
-        if done.num_generation_tokens:
-            self.metrics.observe_tokens(done.num_generation_tokens, done.token_gaps_ns)
-        for timeline in done.first_tokens:
-            self.metrics.observe_first_token(timeline)
+            num_tokens = done.num_generation_tokens
+            self.fenced(SinkName.CONSOLE, self._say, message, num_tokens)
         self.observe_ended(done.timelines)
+        self.metrics.engine.count_time(time.monotonic_ns() - began_ns)
 
     def observe_ended(self, timelines: Iterable[RequestTimeline]) -> None:
         """Requests that have ended."""
         for timeline in timelines:
-            self.metrics.observe_request(timeline)
+            self.fenced(SinkName.METRICS, self.metrics.observe_request, timeline)
+            self.fenced(SinkName.ATTRIBUTION, self.history.add, timeline)
+            if self._objectives and timeline.is_complete:
+                self.fenced(SinkName.ATTRIBUTION, self._judge, timeline)
+
+    def fenced(self, sink: SinkName, call: Callable[..., Any], *arguments: Any) -> None:
+        """Call what may fail without harm; its first error is logged, all are counted."""
+        try:
+            call(*arguments)
+        except Exception as error:
+            self.metrics.engine.count_error(sink)
+            if sink not in self._sinks_logged:
+                self._sinks_logged.add(sink)
+                logger.exception("%s failed (logged once, all are counted): %r", sink.label, error)
+
+    def _count(self, message: EngineCoreOutputs, done: ProcessedOutputs, received_ns: int) -> None:
+        metrics = self.metrics
+        if message.step is not None:
+            metrics.observe_step(message.step)
+        if message.worker_step is not None:
+            metrics.observe_worker_step(message.worker_step)
+        if message.sent_ns and received_ns:
+            metrics.engine.observe_transport(received_ns - message.sent_ns)
+        if done.num_generation_tokens:
+            metrics.observe_tokens(done.num_generation_tokens, done.token_gaps_ns)
+        for timeline in done.first_tokens:
+            metrics.observe_first_token(timeline)
+
+    def _judge(self, timeline: RequestTimeline) -> None:
+        """Hold a request against the objectives."""
+        misses = slo_misses(timeline, self.history, self._wanted)
+        self.metrics.requests.observe_objectives(self._objectives, misses)
+
+    def _say(self, message: EngineCoreOutputs, num_tokens: int) -> None:
+        assert message.step is not None
+        self.console.observe(message.step, num_generation_tokens=num_tokens)
+
+    def _take_facts(
+        self,
+        config: EngineConfig,
+        ready: EngineCoreReadyResponse,
+        info: Mapping[str, str],
+        startup_ns: Mapping[str, int],
+    ) -> None:
+        settings = {
+            name: "" if value is None else str(value)
+            for group in config.to_dict().values()
+            for name, value in group.items()
+        }
+        settings |= _core_facts(ready)
+        settings["max_num_batched_tokens"] = str(ready.max_num_batched_tokens)
+        self.metrics.engine.engine_is_ready(
+            info=info,
+            settings=settings,
+            kv_cache_tokens=ready.num_gpu_blocks * ready.block_size,
+            max_model_len=ready.max_model_len,
+            memory_bytes=ready.memory_bytes,
+            startup_ns=startup_ns,
+        )
+
+
+def make_observer(
+    wanted: ObservabilityConfig, obs: Instrument, *, model_name: str | None, engine_index: int = 0
+) -> EngineObserver | None:
+    """The observer of one engine; None where no statistics are wanted."""
+    if wanted.disable_log_stats:
+        return None
+    metrics = Metrics(
+        {"model_name": model_name or EMBEDDED_MODEL, "engine": str(engine_index)},
+        instrument=obs,
+        buckets=parse_buckets(wanted.custom_histogram_buckets),
+    )
+    console = ConsoleStatus(engine_index=engine_index, interval_s=wanted.log_stats_interval_s)
+    return EngineObserver(metrics, console, wanted=wanted)
+
+
+def _core_facts(ready: EngineCoreReadyResponse) -> dict[str, str]:
+    """What was "auto" before the core decided."""
+    return {
+        "dtype": ready.dtype,
+        "device": ready.device,
+        "attention_backend": ready.attention_backend,
+    }

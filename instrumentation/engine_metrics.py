@@ -1,0 +1,186 @@
+"""Metrics of the engine as a whole: up or down, start-up, memory, settings, transport, telemetry.
+
+Knows the facts that the core reports when it is ready, and the instrument's own counts.
+"""
+
+from collections.abc import Mapping
+
+from instrumentation.accumulators import Families
+from instrumentation.api import Instrument
+from instrumentation.metric_info import MetricKind, Unit, declare
+from instrumentation.names import Role, SinkName, StartupPhase
+from instrumentation.records import StepRecord
+
+MEMORY_COMPONENTS = ("weights", "kv_cache", "graphs", "activations", "other")
+
+_COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+_PROCESSES = (Role.CALLER.value, Role.CORE.value)
+
+ENGINE_UP = declare(
+    "engine_up",
+    _GAUGE,
+    unit=Unit.INFO,
+    help="1 while the engine core is alive, 0 once it has died or was shut down",
+)
+ENGINE_INFO = declare(
+    "engine_info",
+    _GAUGE,
+    unit=Unit.INFO,
+    help="What the engine runs, in labels; the value is 1",
+    version=(),
+    model=(),
+    dtype=(),
+    device=(),
+    attention_backend=(),
+)
+CONFIG_INFO = declare(
+    "config_info",
+    _GAUGE,
+    unit=Unit.INFO,
+    help="The settings in force after all adjustment, a series each; the value is 1",
+    setting=(),
+    value=(),
+)
+KV_CACHE_CAPACITY = declare(
+    "kv_cache_capacity_tokens", _GAUGE, unit=Unit.TOKENS, help="Tokens that the KV pool can hold"
+)
+MAX_MODEL_LEN = declare(
+    "max_model_len_tokens",
+    _GAUGE,
+    unit=Unit.TOKENS,
+    help="Longest sequence, as the core settled on it",
+)
+MEMORY = declare(
+    "memory_bytes",
+    _GAUGE,
+    unit=Unit.BYTES,
+    help="Memory of the core, by component; they add up to what its process (CPU) or device (GPU) "
+    "has in use with the largest batch running and the KV pool filled",
+    component=MEMORY_COMPONENTS,
+)
+STARTUP_SECONDS = declare(
+    "startup_phase_seconds",
+    _GAUGE,
+    unit=Unit.SECONDS,
+    help="How long each phase of start-up took",
+    phase=tuple(phase.label for phase in StartupPhase),
+)
+TRANSPORT_SECONDS = declare(
+    "transport_seconds",
+    _HISTOGRAM,
+    unit=Unit.SECONDS,
+    help="From the core's output thread taking a message to the frontend having it decoded: "
+    "serialising, socket, waking up",
+)
+TELEMETRY_DROPS = declare(
+    "telemetry_drops_total",
+    _COUNTER,
+    unit=Unit.ENTRIES,
+    help="Telemetry entries lost for want of room or of a working sink, by process",
+    process=_PROCESSES,
+)
+TELEMETRY_ERRORS = declare(
+    "telemetry_errors_total",
+    _COUNTER,
+    unit=Unit.ENTRIES,
+    help="Errors of telemetry, by what it flows into, all processes together; none of them ever "
+    "reaches a request",
+    sink=tuple(sink.label for sink in SinkName),
+)
+TELEMETRY_SECONDS = declare(
+    "telemetry_seconds_total",
+    _COUNTER,
+    unit=Unit.SECONDS,
+    help="Processor time of telemetry: its background thread by process, and counting in the "
+    "frontend",
+    process=_PROCESSES,
+    part=("background", "counting"),
+)
+TELEMETRY_NEGATIVE_VALUES = declare(
+    "telemetry_negative_values_total",
+    _COUNTER,
+    unit=Unit.ENTRIES,
+    help="Values that were negative or no number and left uncounted; any is a defect",
+)
+
+
+class EngineMetrics:
+    """Counts what belongs to no single step or request."""
+
+    def __init__(self, families: Families, *, instrument: Instrument) -> None:
+        self._families = families
+        self._instrument = instrument
+        self._up = families.gauge(ENGINE_UP)
+        self._info = families.gauge(ENGINE_INFO)
+        self._config = families.gauge(CONFIG_INFO)
+        self._capacity = families.gauge(KV_CACHE_CAPACITY)
+        self._max_model_len = families.gauge(MAX_MODEL_LEN)
+        self._memory = families.gauge(MEMORY)
+        self._startup = families.gauge(STARTUP_SECONDS)
+        self._transport = families.histogram(TRANSPORT_SECONDS)
+        self._drops = families.counter(TELEMETRY_DROPS)
+        self._errors = families.counter(TELEMETRY_ERRORS)
+        self._seconds = families.counter(TELEMETRY_SECONDS)
+        self._negative = families.counter(TELEMETRY_NEGATIVE_VALUES)
+        self._num_errors: dict[str, int] = {}
+        self._counting_ns = 0
+
+    def engine_is_ready(
+        self,
+        *,
+        info: Mapping[str, str],
+        settings: Mapping[str, str],
+        kv_cache_tokens: int,
+        max_model_len: int,
+        memory_bytes: Mapping[str, int],
+        startup_ns: Mapping[str, int],
+    ) -> None:
+        """Take over what start-up decided; `info` has the labels of `ENGINE_INFO`."""
+        self._up.set(1)
+        self._info.set(1, *(info[label] for label in ENGINE_INFO.labels))
+        for setting, value in settings.items():
+            self._config.set(1, setting, value)
+        self._capacity.set(kv_cache_tokens)
+        self._max_model_len.set(max_model_len)
+        for component, num_bytes in memory_bytes.items():
+            self._memory.set(num_bytes, component)
+        for phase, duration_ns in startup_ns.items():
+            self._startup.set(duration_ns, phase)
+
+    def engine_is_down(self) -> None:
+        """The core has died, or was shut down."""
+        self._up.set(0)
+
+    def observe_transport(self, duration_ns: int) -> None:
+        """Count the way of one message from the core."""
+        self._transport.observe(duration_ns)
+
+    def count_error(self, sink: SinkName) -> None:
+        """Count an error of this process's telemetry."""
+        self._num_errors[sink.label] = self._num_errors.get(sink.label, 0) + 1
+
+    def count_time(self, duration_ns: int) -> None:
+        """Count time that counting itself took."""
+        self._counting_ns += duration_ns
+
+    def take_levels(self, record: StepRecord | None) -> None:
+        """Bring totals that are kept elsewhere up to date, for a reader."""
+        caller, core = _PROCESSES
+        errors = dict(self._num_errors)
+        _add_up(errors, self._instrument.telemetry_errors())
+        if record is not None:
+            pairs = zip(record.telemetry_errors[::2], record.telemetry_errors[1::2], strict=True)
+            _add_up(errors, {SinkName(sink).label: number for sink, number in pairs})
+            self._drops.raise_to(record.num_telemetry_drops, core)
+            self._seconds.raise_to(record.telemetry_ns, core, "background")
+        for sink, number in errors.items():
+            self._errors.raise_to(number, sink)
+        self._drops.raise_to(self._instrument.num_drops(), caller)
+        self._seconds.raise_to(self._instrument.telemetry_ns(), caller, "background")
+        self._seconds.raise_to(self._counting_ns, caller, "counting")
+        self._negative.raise_to(self._families.num_negative)
+
+
+def _add_up(totals: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, number in more.items():
+        totals[name] = totals.get(name, 0) + number

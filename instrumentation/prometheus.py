@@ -1,0 +1,183 @@
+"""The scrape endpoint: snapshots as Prometheus text or OpenMetrics, over HTTP.
+
+Knows the formats through `prometheus_client`, which is told of our numbers at scrape only. Does
+not know how they are counted. A scrape never fails for an error of ours: it is counted, and what
+can be shown is shown.
+"""
+
+import gzip
+import logging
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import Thread
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.core import (
+    Metric as Family,
+)
+from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.samples import Exemplar as ClientExemplar
+
+from instrumentation.metric_info import METRICS, MetricInfo, MetricKind
+from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
+
+_OPENMETRICS = "application/openmetrics-text"
+_LOGGER = logging.getLogger("isinglass.telemetry")
+
+Snapshot = Callable[[], Sequence[Metric]]
+Translation = Callable[[Sequence[Metric]], Iterable[Family]]
+
+
+class SnapshotCollector(Collector):
+    """Offers the snapshots of any number of engines to `prometheus_client`.
+
+    Args:
+        snapshots: one for each engine; series differ by their labels.
+        translations: other names for the same values (see `vllm_names`).
+        count_error: told of each error while collecting.
+    """
+
+    def __init__(
+        self,
+        snapshots: Sequence[Snapshot],
+        *,
+        translations: Sequence[Translation] = (),
+        count_error: Callable[[], None],
+    ) -> None:
+        self._snapshots = snapshots
+        self._translations = translations
+        self._count_error = count_error
+
+    def collect(self) -> Iterator[Family]:
+        """All series as they stand."""
+        try:
+            series = [metric for snapshot in self._snapshots for metric in snapshot()]
+            families = to_families(series)
+            for translate in self._translations:
+                families += translate(series)
+        except Exception:
+            _LOGGER.exception("metrics could not be collected for a scrape")
+            self._count_error()
+            return
+        yield from families
+
+    def describe(self) -> Iterable[Family]:
+        """Nothing: collecting at registration would be the only way to know."""
+        return ()
+
+
+class MetricsServer:
+    """Serves `/metrics` on its own threads until it is closed.
+
+    Raises:
+        OSError: the address cannot be listened at.
+    """
+
+    def __init__(self, collector: Collector, *, host: str, port: int) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(collector)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        server_class = type("_Server", (ThreadingWSGIServer,), {"address_family": family})
+        self._server = make_server(
+            host, port, _application(registry), server_class, handler_class=_QuietHandler
+        )
+        self.host, self.port = host, self._server.server_port
+        self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where Prometheus finds it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stop listening; harmless when called twice."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Write nothing: a scrape every few seconds is no news."""
+
+
+def _application(registry: CollectorRegistry) -> Callable[..., list[bytes]]:
+    """The endpoint as a WSGI application."""
+
+    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        if environ["PATH_INFO"].rstrip("/") != "/metrics":
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"Metrics are at /metrics.\n"]
+        encode, content_type = choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        if content_type.startswith(_OPENMETRICS):
+            # All our names are valid as they are; the library's other escapings would replace the
+            # colon of vLLM's names in the samples but not in their types.
+            body = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
+            content_type = f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
+        else:
+            body = encode(registry)
+        headers = [("Content-Type", content_type)]
+        if "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""):
+            body = gzip.compress(body, compresslevel=1)
+            headers.append(("Content-Encoding", "gzip"))
+        start_response("200 OK", headers)
+        return [body]
+
+    return serve
+
+
+def to_families(series: Iterable[Metric]) -> list[Family]:
+    """Our series in the client library's form, grouped by metric in the catalogue's order."""
+    by_name: dict[str, list[Metric]] = {}
+    for metric in series:
+        by_name.setdefault(metric.name, []).append(metric)
+    return [family(METRICS[name], metrics) for name, metrics in by_name.items() if name in METRICS]
+
+
+def family(info: MetricInfo, series: Sequence[Metric], *, name: str | None = None) -> Family:
+    """One metric's series, under its own name or another."""
+    name, help_text = name or info.name, info.help + "."
+    if not series:
+        series, labels = (), []
+    else:
+        labels = list(series[0].labels)
+    result: Any
+    if info.kind is MetricKind.COUNTER:
+        result = CounterMetricFamily(name, help_text, labels=labels)
+    elif info.kind is MetricKind.GAUGE:
+        result = GaugeMetricFamily(name, help_text, labels=labels)
+    else:
+        result = HistogramMetricFamily(name, help_text, labels=labels)
+    for metric in series:
+        values = list(metric.labels.values())
+        if isinstance(metric, Histogram):
+            result.add_metric(values, _buckets(metric), sum_value=metric.sum)
+        else:
+            assert isinstance(metric, Counter | Gauge)
+            result.add_metric(values, metric.value)
+    return result
+
+
+def _buckets(histogram: Histogram) -> list[tuple[Any, ...]]:
+    """Bounds and cumulative counts, with exemplars where there are any."""
+    buckets: list[tuple[Any, ...]] = []
+    for bound, count in histogram.buckets.items():
+        exemplar = histogram.exemplars.get(bound)
+        if exemplar is None:
+            buckets.append((bound, count))
+            continue
+        labels = {"trace_id": exemplar.trace_id, "span_id": exemplar.span_id}
+        client = ClientExemplar(labels, exemplar.value, exemplar.wall_ns / 1e9)
+        buckets.append((bound, count, client))
+    return buckets
