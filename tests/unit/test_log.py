@@ -1,0 +1,115 @@
+"""Log records: which request they belong to, and JSON lines."""
+
+import io
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from engine.log import JsonFormatter, configure, get_logger, serving, set_served
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def own_root() -> Iterator[logging.Logger]:
+    """The package's logger as it is, put back afterwards."""
+    logger = logging.getLogger("isinglass")
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
+    yield logger
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
+    logger.setLevel(level)
+
+
+def identity(record: logging.LogRecord) -> tuple[object, ...]:
+    return tuple(getattr(record, name, None) for name in ("request_id", "trace_id", "span_id"))
+
+
+def test_records_name_the_request_that_is_being_served(caplog: pytest.LogCaptureFixture) -> None:
+    logger = get_logger("test")
+    caplog.set_level(logging.INFO, logger="isinglass")
+    logger.info("before")
+    with serving("a", TRACEPARENT):
+        logger.info("within")
+        with serving("b"):
+            logger.info("deeper")
+        thread = threading.Thread(target=logger.info, args=("elsewhere",))
+        thread.start()
+        thread.join()
+        logger.info("own", extra={"request_id": "c"})
+    set_served("d", "not a traceparent")
+    logger.info("loop")
+    set_served(None)
+    logger.info("after")
+    seen = {record.message: identity(record) for record in caplog.records}
+    trace_id, span_id = TRACEPARENT.split("-")[1:3]
+    nothing = (None, None, None)
+    assert seen == {
+        "before": nothing,
+        "within": ("a", trace_id, span_id),
+        "deeper": ("b", None, None),
+        "elsewhere": nothing,
+        "own": ("c", None, None),
+        "loop": ("d", None, None),
+        "after": nothing,
+    }
+
+
+def test_json_lines_hold_one_object_each() -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter("caller"))
+    logger = get_logger("json")
+    logger.addHandler(handler)
+    try:
+        with serving("a", TRACEPARENT):
+            logger.warning("two\nlines of %s", "söme «text»")
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            logger.exception("it failed")
+    finally:
+        logger.removeHandler(handler)
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert first.pop("time").endswith("Z")
+    assert first == {
+        "level": "warning",
+        "logger": "isinglass.json",
+        "process": "caller",
+        "pid": os.getpid(),
+        "message": "two\nlines of söme «text»",
+        "request_id": "a",
+        "trace_id": TRACEPARENT.split("-")[1],
+        "span_id": TRACEPARENT.split("-")[2],
+    }
+    assert second["message"] == "it failed"
+    assert "ValueError: broken" in second["exception"]
+    assert "request_id" not in second
+
+
+def test_an_own_process_writes_in_the_chosen_form(
+    own_root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("info", role="EngineCore", own_process=True, log_format="json")
+    logging.getLogger("isinglass.status").info("hello")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["process"] == "EngineCore"
+    configure("warning", role="EngineCore", own_process=True)
+    logging.getLogger("isinglass.status").info("quiet")
+    logging.getLogger("isinglass.status").warning("hello")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("WARNING ")
+    assert line.endswith("[EngineCore] hello")
+    assert len(own_root.handlers) == 1
+
+
+def test_a_programs_own_handlers_are_left_alone(own_root: logging.Logger) -> None:
+    own_root.handlers[:] = []
+    own_root.propagate = True
+    configure("info", role="caller", own_process=False, log_format="json")
+    assert own_root.handlers == []  # pytest handles the root logger's records
+    assert own_root.propagate
