@@ -35,8 +35,18 @@ from instrumentation.records import (
 
 if TYPE_CHECKING:
     from instrumentation.console import ConsoleStatus
+    from instrumentation.layer_ranges import LayerRanges
     from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
     from instrumentation.metrics import Metrics
+    from instrumentation.profile_files import ProfileError, ProfileState, ProfileStatus
+    from instrumentation.request_report import RequestReport, report_request
+    from instrumentation.slo import MissCause, Objective, objectives_of, slo_misses
+    from instrumentation.step_history import StepHistory
+    from instrumentation.torch_profiler import (
+        ProfileOptions,
+        TorchProfiler,
+        initialize_torch_profiler,
+    )
 
 _MODULES_WHEN_ASKED_FOR = {
     "ConsoleStatus": "instrumentation.console",
@@ -45,6 +55,20 @@ _MODULES_WHEN_ASKED_FOR = {
     "Histogram": "instrumentation.metric_types",
     "Metric": "instrumentation.metric_types",
     "Metrics": "instrumentation.metrics",
+    "LayerRanges": "instrumentation.layer_ranges",
+    "ProfileError": "instrumentation.profile_files",
+    "ProfileOptions": "instrumentation.torch_profiler",
+    "ProfileState": "instrumentation.profile_files",
+    "ProfileStatus": "instrumentation.profile_files",
+    "TorchProfiler": "instrumentation.torch_profiler",
+    "initialize_torch_profiler": "instrumentation.torch_profiler",
+    "MissCause": "instrumentation.slo",
+    "Objective": "instrumentation.slo",
+    "RequestReport": "instrumentation.request_report",
+    "StepHistory": "instrumentation.step_history",
+    "report_request": "instrumentation.request_report",
+    "objectives_of": "instrumentation.slo",
+    "slo_misses": "instrumentation.slo",
 }
 
 __all__ = [
@@ -59,27 +83,41 @@ __all__ = [
     "GraphMode",
     "Histogram",
     "Instrument",
+    "LayerRanges",
     "Metric",
     "Metrics",
+    "MissCause",
+    "Objective",
     "ObservabilityConfig",
     "Phase",
     "Preemption",
     "PrefixMiss",
+    "ProfileError",
+    "ProfileOptions",
+    "ProfileState",
+    "ProfileStatus",
     "Ranges",
     "RequestArrived",
+    "RequestReport",
     "RequestTimeline",
     "Role",
     "SinkName",
     "Span",
     "StartupPhase",
+    "StepHistory",
     "StepLabel",
     "StepRecord",
     "ThreadName",
+    "TorchProfiler",
     "WaitingReason",
     "WorkerStepRecord",
     "format_step_label",
+    "initialize_torch_profiler",
+    "objectives_of",
     "option",
     "parse_step_label",
+    "report_request",
+    "slo_misses",
     "step_kind",
 ]
 

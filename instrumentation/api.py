@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Final
 
 from instrumentation.labels import StepLabel
-from instrumentation.names import Event, FlightReason, StartupPhase
+from instrumentation.names import Event, FlightReason, SinkName, StartupPhase
 from instrumentation.ranges import Ranges
 from instrumentation.records import RequestTimeline, StepRecord, WorkerStepRecord
 
@@ -126,6 +126,11 @@ class Instrument:
         Call it in the thread that the instrument belongs to, between steps.
         """
 
+    @property
+    def ranges(self) -> Ranges | None:
+        """The ranges that bracket this thread's phases and steps now."""
+        return None
+
     def start_recording(self, run_dir: str) -> bool:
         """Begin a journal in that folder; False if one is being written, or nothing can be.
 
@@ -141,6 +146,39 @@ class Instrument:
     def dump_flight(self, reason: FlightReason, detail: str = "") -> str | None:
         """Write the last steps to a file and return its path; None where there is no recorder."""
         return None
+
+    def ask_for_flight(self, reason: FlightReason) -> None:
+        """Have a flight record written soon, by another thread.
+
+        Only sets a flag, so that a signal's handler may call it.
+        """
+
+    def request_sent(
+        self, request_num: int, request_id: str, *, arrival_ns: int, num_prompt_tokens: int
+    ) -> None:
+        """Name a request in the caller's flight recorder: once each, when it is sent to the core.
+
+        Journals have the name from the core's `request_arrived`.
+        """
+
+    def received_step(self, step: StepRecord | None, worker_step: WorkerStepRecord | None) -> None:
+        """Keep the core's records in the caller's flight recorder, where they outlive the core."""
+
+    def telemetry_failed(self, sink: SinkName, error: BaseException) -> None:
+        """Count a failure of something that telemetry flows into; logged once for each sink."""
+
+    def telemetry_errors(self) -> dict[str, int]:
+        """Failures so far in this process, by `SinkName.label`; sinks without any are left out."""
+        return {}
+
+    def telemetry_drops(self) -> dict[str, int]:
+        """Entries lost so far, by `SinkName.label` of the sink that failed, or `ring` where threads
+        were quicker than the sinks; they add up to `num_drops`. Those without any are left out."""
+        return {}
+
+    def telemetry_ns(self) -> int:
+        """Processor time so far of this process's drain thread."""
+        return 0
 
     def phase_totals_ns(self) -> dict[str, int]:
         """Time so far in phases that ride in no step record (frontend and input/output threads).

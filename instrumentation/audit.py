@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 from instrumentation.config import ObservabilityConfig
 from instrumentation.nvtx_ranges import choose_nvtx
-from instrumentation.otel.settings import application_provider, is_disabled, read_settings
+from instrumentation.otel.settings import (
+    OtlpSettings,
+    application_provider,
+    is_disabled,
+    read_settings,
+)
 
 HOOKS_VARIABLE = "ISINGLASS_HOOKS"
 
@@ -132,8 +137,12 @@ def _flight(config: ObservabilityConfig) -> Iterator[AuditLine]:
 
 
 def _otel(config: ObservabilityConfig, environ: Mapping[str, str]) -> Iterator[AuditLine]:
-    targets = read_settings(config, environ)
     has_provider = application_provider() is not None
+    wrong = ""
+    try:
+        targets = read_settings(config, environ)
+    except ValueError as error:
+        targets, wrong = OtlpSettings(None, None), str(error)
     has_traces = targets.traces is not None or has_provider
     if is_disabled(environ):
         needed = "OTEL_SDK_DISABLED is true"
@@ -143,7 +152,9 @@ def _otel(config: ObservabilityConfig, environ: Mapping[str, str]) -> Iterator[A
     shown += ["traces to the application's own provider"] if has_provider else []
     if targets.metrics is not None and not config.disable_log_stats:
         shown.append(f"metrics to {targets.metrics.shown}")
-    if config.otlp_traces_endpoint is None:
+    if wrong:
+        yield AuditLine("otlp_traces_endpoint", AuditState.WITHOUT_EFFECT, wrong)
+    elif config.otlp_traces_endpoint is None:
         yield _line("otlp_traces_endpoint", has_traces, ", ".join(shown) or needed)
     else:
         on = ", ".join(shown)

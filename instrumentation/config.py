@@ -70,6 +70,13 @@ class ObservabilityConfig:
         "Keep only about the last so many seconds of a recording (ring mode). Default: all.",
         minimum=1.0,
     )
+    telemetry_max_share: float = option(
+        0.05,
+        "Share of one processor that recording may take in each process. Above it, over ten "
+        "seconds, phases outside of steps are left out first, then those of steps.",
+        minimum=0.0,
+        maximum=1.0,
+    )
     # OpenTelemetry.
     otlp_traces_endpoint: str | None = option(
         None,

@@ -4,6 +4,7 @@ Knows the facts that the core reports when it is ready, and the instrument's own
 """
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from instrumentation.accumulators import Families
 from instrumentation.api import Instrument
@@ -104,6 +105,18 @@ TELEMETRY_NEGATIVE_VALUES = declare(
 )
 
 
+class Exporter(Protocol):
+    """What exports on its own thread, and counts its own failures."""
+
+    @property
+    def num_errors(self) -> int:
+        """Failures so far."""
+
+    @property
+    def num_drops(self) -> int:
+        """Entries lost so far."""
+
+
 class EngineMetrics:
     """Counts what belongs to no single step or request."""
 
@@ -123,6 +136,7 @@ class EngineMetrics:
         self._seconds = families.counter(TELEMETRY_SECONDS)
         self._negative = families.counter(TELEMETRY_NEGATIVE_VALUES)
         self._num_errors: dict[str, int] = {}
+        self._exporters: list[tuple[SinkName, Exporter]] = []
         self._counting_ns = 0
 
     def engine_is_ready(
@@ -159,6 +173,10 @@ class EngineMetrics:
         """Count an error of this process's telemetry."""
         self._num_errors[sink.label] = self._num_errors.get(sink.label, 0) + 1
 
+    def watch(self, sink: SinkName, exporter: Exporter) -> None:
+        """Take an exporter's errors and drops over, whenever somebody reads."""
+        self._exporters.append((sink, exporter))
+
     def count_time(self, duration_ns: int) -> None:
         """Count time that counting itself took."""
         self._counting_ns += duration_ns
@@ -168,6 +186,10 @@ class EngineMetrics:
         caller, core = _PROCESSES
         errors = dict(self._num_errors)
         _add_up(errors, self._instrument.telemetry_errors())
+        num_drops = self._instrument.num_drops()
+        for sink, exporter in self._exporters:
+            _add_up(errors, {sink.label: exporter.num_errors})
+            num_drops += exporter.num_drops
         if record is not None:
             pairs = zip(record.telemetry_errors[::2], record.telemetry_errors[1::2], strict=True)
             _add_up(errors, {SinkName(sink).label: number for sink, number in pairs})
@@ -175,7 +197,7 @@ class EngineMetrics:
             self._seconds.raise_to(record.telemetry_ns, core, "background")
         for sink, number in errors.items():
             self._errors.raise_to(number, sink)
-        self._drops.raise_to(self._instrument.num_drops(), caller)
+        self._drops.raise_to(num_drops, caller)
         self._seconds.raise_to(self._instrument.telemetry_ns(), caller, "background")
         self._seconds.raise_to(self._counting_ns, caller, "counting")
         self._negative.raise_to(self._families.num_negative)

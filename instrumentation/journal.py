@@ -24,6 +24,7 @@ _HEADER = struct.Struct("<IH")
 _MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 _BUFFER_BYTES = 256 * 1024
 _FLUSH_INTERVAL_NS = 200_000_000
+_MAX_NUMBER = 10_000
 
 
 class JournalWriter:
@@ -43,8 +44,14 @@ class JournalWriter:
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray(MAGIC)
+        self._num_bytes_flushed = 0
         self._flushed_ns = time.monotonic_ns()
         self.flush()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file once everything written so far is in it."""
+        return self._num_bytes_flushed + len(self._buffer)
 
     def write(self, record: Record, *, thread: int = 0) -> None:
         """Append one record of the thread with that number."""
@@ -65,6 +72,7 @@ class JournalWriter:
             num_written = 0
             while num_written < len(rest):
                 num_written += os.write(self._fd, rest[num_written:])
+        self._num_bytes_flushed += num_written
         self._buffer.clear()
         self._flushed_ns = time.monotonic_ns()
 
@@ -79,6 +87,23 @@ class JournalWriter:
             self._fd = -1
 
 
+def open_numbered(folder: Path, stem: str, *, first: str = "0") -> JournalWriter:
+    """Open a new journal, `<stem><number>.journal` with the lowest number that is free.
+
+    Args:
+        first: what stands for the number 0.
+
+    Raises:
+        OSError: the file cannot be written, or there are ten thousand of them.
+    """
+    for number in range(_MAX_NUMBER):
+        try:
+            return JournalWriter(folder / f"{stem}{number or first}{SUFFIX}")
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"{folder} holds {_MAX_NUMBER} journals {stem}*")
+
+
 @dataclass(frozen=True, slots=True)
 class Journal:
     """What a journal file held."""
@@ -88,6 +113,8 @@ class Journal:
     """(thread, record) in the order of writing, so in time order within a thread."""
     is_truncated: bool
     """Whether the file ended in the middle of a frame."""
+    is_damaged: bool = False
+    """Whether bytes follow the last frame that are not the beginning of another one."""
 
 
 def read_journal(path: str | os.PathLike[str]) -> Journal:
@@ -111,7 +138,12 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
     for thread, record, frame_end in _iter_frames(data):
         frames.append((thread, record))
         end = frame_end
-    return Journal(Path(path), frames, is_truncated=end < len(data))
+    is_damaged = False
+    if len(data) - end >= _HEADER.size:
+        num_bytes, _ = _HEADER.unpack_from(data, end)
+        # A writer that was killed leaves part of a frame, and nothing behind it.
+        is_damaged = num_bytes > _MAX_PAYLOAD_BYTES or num_bytes <= len(data) - end - _HEADER.size
+    return Journal(Path(path), frames, is_truncated=end < len(data), is_damaged=is_damaged)
 
 
 def _iter_frames(data: bytes) -> Iterator[tuple[int, Record, int]]:

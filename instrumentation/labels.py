@@ -43,6 +43,11 @@ def parse_step_label(text: str) -> StepLabel:
     return StepLabel(*map(int, match.groups()))
 
 
+def is_step_label(text: str) -> bool:
+    """Whether `parse_step_label` reads the text."""
+    return _PATTERN.fullmatch(text) is not None
+
+
 def step_kind(label: StepLabel) -> str:
     """Name the kind of work in a step: `context`, `generation` or `mixed`.
 

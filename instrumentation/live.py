@@ -7,16 +7,27 @@ Phases of the core loop and of the worker gather in a group, which the step reco
 they reach the metrics too. Other phases go into the ring one by one, and add up on the span.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from instrumentation.api import Instrument, Span
 from instrumentation.drain import Drain
+from instrumentation.flight import FlightRecorder
 from instrumentation.labels import StepLabel, format_step_label
-from instrumentation.names import PHASES, Event, Phase, Role, StartupPhase, ThreadName
+from instrumentation.names import (
+    PHASES,
+    Event,
+    FlightReason,
+    Phase,
+    Role,
+    SinkName,
+    StartupPhase,
+    ThreadName,
+)
+from instrumentation.process_instruments import JournalFactory, ProcessInstruments
 from instrumentation.ranges import Ranges
 from instrumentation.records import (
     EventRecord,
@@ -28,111 +39,15 @@ from instrumentation.records import (
     WorkerStepRecord,
 )
 from instrumentation.ring import Ring
+from instrumentation.spans import FencedRanges, GroupedSpan, LooseSpan, RangedSpan
 
 RING_CAPACITY = 8192
-_GROUP_LIMIT = 3 * 64
 _CLOSE_TIMEOUT_S = 5.0
 _STEP_THREADS = (ThreadName.CORE_LOOP, ThreadName.WORKER)
 
-
-class _GroupedSpan(Span):
-    """A phase of the step: its times go into the group that the step record will take."""
-
-    __slots__ = ("_begin_ns", "_clock", "_group", "_overflow", "_phase")
-
-    def __init__(
-        self,
-        phase: Phase,
-        group: list[int],
-        *,
-        clock: Callable[[], int],
-        overflow: Callable[[list[int]], None],
-    ) -> None:
-        self._phase = int(phase)
-        self._group = group
-        self._clock = clock
-        self._overflow = overflow
-        self._begin_ns = 0
-
-    def __enter__(self) -> None:
-        self._begin_ns = self._clock()
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        group = self._group
-        group += (self._phase, self._begin_ns, self._clock())
-        if len(group) > _GROUP_LIMIT:
-            self._overflow(group)
-
-
-class _LooseSpan(Span):
-    """A phase outside of steps: its times go into the ring, and their sum stays here."""
-
-    __slots__ = ("_append", "_begin_ns", "_clock", "phase", "total_ns")
-
-    def __init__(
-        self, phase: Phase, append: Callable[[Any], None], *, clock: Callable[[], int]
-    ) -> None:
-        self.phase = int(phase)
-        self._append = append
-        self._clock = clock
-        self._begin_ns = 0
-        self.total_ns = 0
-
-    def __enter__(self) -> None:
-        self._begin_ns = self._clock()
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        end_ns = self._clock()
-        self.total_ns += end_ns - self._begin_ns
-        self._append((self.phase, self._begin_ns, end_ns))
-
-
-class _RangedSpan(Span):
-    """A phase that a tool sees too."""
-
-    __slots__ = ("_handle", "_ranges", "_span")
-
-    def __init__(self, span: Span, ranges: Ranges, handle: Any) -> None:
-        self._span = span
-        self._ranges = ranges
-        self._handle = handle
-
-    def __enter__(self) -> None:
-        self._ranges.push(self._handle)
-        self._span.__enter__()
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._span.__exit__(error_type, error, traceback)
-        self._ranges.pop()
-
-
-class _Process:
-    """What the instruments of a process share."""
-
-    def __init__(self, drain: Drain | None, clock: Callable[[], int]) -> None:
-        self.drain = drain
-        self.clock = clock
-        self.instruments: list[LiveInstrument] = []
-        self.io_spans: list[_LooseSpan] = []
-
-    @property
-    def num_sink_drops(self) -> int:
-        return self.drain.num_sink_drops if self.drain is not None else 0
+LEVEL_WITHOUT_LOOSE_SPANS = 1
+LEVEL_WITHOUT_PHASES = 2
+"""Levels of the throttle, from which on the journal lacks what the name says."""
 
 
 def _discard(entry: Any) -> None:
@@ -152,25 +67,41 @@ class LiveInstrument(Instrument):
         drain: Drain | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         capacity: int = RING_CAPACITY,
-        process: _Process | None = None,
+        recorder: FlightRecorder | None = None,
+        make_journal: JournalFactory | None = None,
+        process: ProcessInstruments | None = None,
     ) -> None:
-        self._process = process if process is not None else _Process(drain, clock)
         self._is_main = process is None
+        self._process = process or ProcessInstruments(
+            drain, clock, recorder=recorder, make_journal=make_journal
+        )
         self._capacity = capacity
         self._ring = Ring(capacity, name=thread_name, native_id=threading.get_native_id())
-        if self._process.drain is not None:
-            self._append: Callable[[Any], None] = self._ring.append
-            self._process.drain.add_ring(self._ring)
-        else:
-            self._append = _discard
+        recorder = self._process.recorder
+        # Bound once, since each is on the path of a step.
+        self._keep_step: Callable[[StepRecord], None] = _discard
+        self._keep_worker_step: Callable[[WorkerStepRecord], None] = _discard
+        self._keep_event: Callable[[EventRecord], None] = _discard
+        self._keep_arrival: Callable[[RequestArrived], None] = _discard
+        if recorder is not None:
+            self._keep_step = recorder.steps.append
+            self._keep_worker_step = recorder.worker_steps.append
+            self._keep_event = recorder.events.append
+            self._keep_arrival = recorder.arrivals.append
+        self._append: Callable[[Any], None] = _discard
+        self._has_phases = True
         self._core_group: list[int] = []
         self._worker_group: list[int] = []
-        self._loose_spans: list[_LooseSpan] = []
+        self._loose_spans: list[LooseSpan] = []
         self._spans = {phase: self._build_span(phase, thread_name) for phase in Phase}
-        self._ranges: Ranges | None = None
+        self._ranges: FencedRanges | None = None
         self._step_is_open = False
-        self.set_ranges(None)
-        self._process.instruments.append(self)
+        self.set_ranges(self._process.ranges)
+        with self._process.lock:
+            self._process.instruments.append(self)
+            if self._process.drain is not None:
+                self._process.drain.add_ring(self._ring)
+            self.rewire()
 
     def _build_span(self, phase: Phase, thread_name: str) -> Span:
         clock = self._process.clock
@@ -178,17 +109,32 @@ class LiveInstrument(Instrument):
         if info.thread in _STEP_THREADS:
             is_core = info.thread is ThreadName.CORE_LOOP
             group = self._core_group if is_core else self._worker_group
-            return _GroupedSpan(phase, group, clock=clock, overflow=self._move_out)
-        span = _LooseSpan(phase, self._append, clock=clock)
+            return GroupedSpan(phase, group, clock=clock, overflow=self._move_out)
+        span = LooseSpan(phase, self._append, clock=clock)
         self._loose_spans.append(span)
         if info.role is Role.CORE and info.thread == thread_name:
             self._process.io_spans.append(span)
         return span
 
+    def rewire(self) -> None:
+        """Leave entries in the ring if somebody takes them; see `ProcessInstruments.rewire`."""
+        process = self._process
+        is_wanted = process.drain is not None and process.drain.is_wanted
+        self._append = self._ring.append if is_wanted else _discard
+        self._has_phases = process.level < LEVEL_WITHOUT_PHASES
+        has_loose = process.level < LEVEL_WITHOUT_LOOSE_SPANS
+        for span in self._loose_spans:
+            span.append = self._append if has_loose else _discard
+
     def _move_out(self, group: list[int]) -> None:
         """Empty a group that no step record has taken, so that it cannot grow for ever."""
         self._append(Spans(tuple(group)))
         group.clear()
+
+    @property
+    def process(self) -> ProcessInstruments:
+        """What it shares with the process's other instruments."""
+        return self._process
 
     @property
     def enabled(self) -> bool:
@@ -197,11 +143,18 @@ class LiveInstrument(Instrument):
 
     def set_ranges(self, ranges: Ranges | None) -> None:
         """Put the thread's spans into ranges, or take them out again."""
+        fenced = None if ranges is None else FencedRanges(ranges, self._process.errors)
         for phase, span in self._spans.items():
-            if ranges is not None:
-                span = _RangedSpan(span, ranges, ranges.prepare(phase.label))
+            if fenced is not None:
+                span = RangedSpan(span, fenced, fenced.prepare(phase.label))
             setattr(self, phase.label, span)
-        self._ranges = ranges
+        self._ranges = fenced
+        self._tool_ranges = ranges
+
+    @property
+    def ranges(self) -> Ranges | None:
+        """What `set_ranges` was given last, else what the process's threads begin with."""
+        return self._tool_ranges
 
     def step_begin(self, label: StepLabel) -> None:
         """Open the step's range, where there is a tool to see it."""
@@ -212,23 +165,29 @@ class LiveInstrument(Instrument):
     def step(self, record: StepRecord) -> None:
         """Give the record the core loop's phases, and leave it in the ring."""
         group = self._core_group
-        record.phases = tuple(group)
+        if self._has_phases:
+            record.phases = tuple(group)
         group.clear()
         process = self._process
         drain = process.drain
+        record.telemetry_errors = process.errors.flat
         if drain is not None:
             record.num_telemetry_drops = self._ring.num_dropped + drain.num_sink_drops
+            record.telemetry_ns = drain.processor_ns
         if process.io_spans:
             record.io_phase_totals_ns = tuple(
                 [number for span in process.io_spans for number in (span.phase, span.total_ns)]
             )
+        self._keep_step(record)
         self._append(record)
 
     def worker_step(self, record: WorkerStepRecord) -> None:
         """Give the record the worker's phases, and leave it in the ring."""
         group = self._worker_group
-        record.phases = tuple(group)
+        if self._has_phases:
+            record.phases = tuple(group)
         group.clear()
+        self._keep_worker_step(record)
         self._append(record)
         if self._step_is_open and self._ranges is not None:
             self._step_is_open = False
@@ -248,13 +207,15 @@ class LiveInstrument(Instrument):
         traceparent: str | None = None,
     ) -> None:
         """Leave the request's name in the ring."""
-        self._append(
-            RequestArrived(request_num, request_id, arrival_ns, num_prompt_tokens, traceparent)
-        )
+        record = RequestArrived(request_num, request_id, arrival_ns, num_prompt_tokens, traceparent)
+        self._keep_arrival(record)
+        self._append(record)
 
     def event(self, kind: Event, request_id: str = "", *, value: int = 0, detail: str = "") -> None:
         """Leave the event in the ring."""
-        self._append(EventRecord(kind, self._process.clock(), request_id, value, detail))
+        record = EventRecord(kind, self._process.clock(), request_id, value, detail)
+        self._keep_event(record)
+        self._append(record)
 
     def startup(self, phase: StartupPhase, begin_ns: int, end_ns: int) -> None:
         """Leave the phase of start-up in the ring."""
@@ -263,6 +224,79 @@ class LiveInstrument(Instrument):
     def for_thread(self, name: str) -> Instrument:
         """Give the calling thread its own ring and track."""
         return LiveInstrument(name, capacity=self._capacity, process=self._process)
+
+    def start_recording(self, run_dir: str) -> bool:
+        """Begin a journal in that folder; False if one is being written, or nothing can be.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        process = self._process
+        if process.drain is None or process.drain.is_closed or process.make_journal is None:
+            return False
+        with process.lock:
+            if process.journal is not None and not process.journal.is_ended:
+                return False
+            journal = process.make_journal(run_dir)
+            process.journal = journal
+        if process.recorder is not None:
+            process.recorder.run_dir = run_dir
+        process.drain.attach(journal)
+        return True
+
+    def stop_recording(self) -> bool:
+        """End the journal; False if none is being written."""
+        process = self._process
+        with process.lock:
+            journal, process.journal = process.journal, None
+        if journal is None or process.drain is None:
+            return False
+        if process.recorder is not None:
+            process.recorder.run_dir = None
+        return process.drain.detach(journal, _CLOSE_TIMEOUT_S)
+
+    def dump_flight(self, reason: FlightReason, detail: str = "") -> str | None:
+        """Write the last steps to a file and return its path; None where that cannot be done."""
+        recorder = self._process.recorder
+        if reason is FlightReason.ENGINE_DEAD and recorder is not None and not recorder.steps:
+            return None  # nothing has happened that would be worth a file
+        return self._process.dump_flight(reason, detail)
+
+    def ask_for_flight(self, reason: FlightReason) -> None:
+        """Leave a note for the drain thread."""
+        self._process.flight_wanted = reason
+
+    def request_sent(
+        self, request_num: int, request_id: str, *, arrival_ns: int, num_prompt_tokens: int
+    ) -> None:
+        """Keep the request's name."""
+        self._keep_arrival(RequestArrived(request_num, request_id, arrival_ns, num_prompt_tokens))
+
+    def received_step(self, step: StepRecord | None, worker_step: WorkerStepRecord | None) -> None:
+        """Keep the core's records."""
+        if step is not None:
+            self._keep_step(step)
+        if worker_step is not None:
+            self._keep_worker_step(worker_step)
+
+    def telemetry_failed(self, sink: SinkName, error: BaseException) -> None:
+        """Count a failure outside of the drain."""
+        self._process.errors.count(sink, "%s failed: %r", sink.label, error)
+
+    def telemetry_errors(self) -> dict[str, int]:
+        """Read the totals of this process."""
+        return self._process.errors.by_label()
+
+    def telemetry_drops(self) -> dict[str, int]:
+        """Read the totals of this process."""
+        drain = self._process.drain
+        drops = {name.label: count for name, count in drain.drops.items()} if drain else {}
+        num_in_rings = self._num_ring_drops()
+        return drops | {"ring": num_in_rings} if num_in_rings else drops
+
+    def telemetry_ns(self) -> int:
+        """Read the drain thread's processor time, as of its last round."""
+        return self._process.drain.processor_ns if self._process.drain is not None else 0
 
     def phase_totals_ns(self) -> dict[str, int]:
         """Add up the loose spans of all threads; phases that never ran are left out."""
@@ -276,8 +310,10 @@ class LiveInstrument(Instrument):
 
     def num_drops(self) -> int:
         """Add up the drops of all threads and sinks."""
-        rings = [instrument._ring for instrument in list(self._process.instruments)]
-        return sum(ring.num_dropped for ring in rings) + self._process.num_sink_drops
+        return self._num_ring_drops() + self._process.num_sink_drops
+
+    def _num_ring_drops(self) -> int:
+        return sum(one._ring.num_dropped for one in list(self._process.instruments))
 
     def flush(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
         """Bring everything recorded so far to the operating system; False on time-out.
@@ -302,3 +338,4 @@ class LiveInstrument(Instrument):
                         instrument._move_out(group)
         if self._process.drain is not None:
             self._process.drain.close(_CLOSE_TIMEOUT_S)
+        atexit.unregister(self.close)

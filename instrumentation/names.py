@@ -160,6 +160,7 @@ class Event(IntEnum):
     TELEMETRY_THROTTLED = 7
     RECORDING_ENDED = 8
     FLIGHT_RECORD = 9
+    GARBAGE_COLLECTION = 10
 
     @property
     def label(self) -> str:
@@ -178,6 +179,7 @@ EVENTS: dict[Event, str] = {
     Event.TELEMETRY_THROTTLED: "telemetry cost more than its share; value: level of detail now",
     Event.RECORDING_ENDED: "a recording reached its limit; value: bytes written",
     Event.FLIGHT_RECORD: "a flight record was written; detail: its file",
+    Event.GARBAGE_COLLECTION: "Python collected garbage; value: nanoseconds; detail: generation",
 }
 
 
@@ -219,11 +221,11 @@ class PrefixMiss(IntEnum):
     """Why the prefix cache had no more of a request's tokens."""
 
     NONE = 0
-    """It had all full blocks that it may serve."""
+    """It had all full blocks that it may serve, one at least."""
     NEVER_CACHED = 1
     EVICTED = 2
     PARTIAL_BLOCK = 3
-    """Less than one block was left."""
+    """The request has no full block that it may serve."""
     DISABLED = 4
 
     @property

@@ -285,7 +285,10 @@ def _exemplar(value_ns: int, traceparent: str | None) -> Exemplar | None:
     """The request's trace, from `version-trace id-span id-flags` (W3C Trace Context)."""
     if traceparent is None:
         return None
-    _, trace_id, span_id, flags = traceparent.split("-")[:4]
-    if not int(flags, 16) & 1:  # not sampled: there is nothing to look up
+    parts = traceparent.split("-")
+    if len(parts) < 4:  # what a caller handed in need not be a trace context
+        return None
+    _, trace_id, span_id, flags = parts[:4]
+    if not flags.endswith(("1", "3", "5", "7", "9", "b", "d", "f")):  # not sampled
         return None
     return Exemplar(trace_id, span_id, value_ns / 1e9, time.time_ns())

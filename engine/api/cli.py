@@ -4,11 +4,13 @@ Knows arguments and exit codes; what a command does lives elsewhere.
 """
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
 from engine import __version__
-from engine.api import cli_generate
+from engine.api import cli_generate, cli_hooks
 from engine.errors import IsinglassError
 
 _DESCRIPTION = """\
@@ -19,6 +21,7 @@ Isinglass runs large language models and shows everything that happens while it 
   isinglass generate --trace-dir runs "Hello"       and record every step
   isinglass trace summary runs/run-…                where the time went
   isinglass trace convert runs/run-…                a Perfetto file for https://ui.perfetto.dev
+  isinglass flight show FILE                        the last steps before something went wrong
 
 Without --model the embedded SmolLM2-135M-Instruct is used, and no network.
 `isinglass COMMAND --help` lists every option of a command, by group.
@@ -35,26 +38,56 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"isinglass {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     cli_generate.add_command(commands)
-    from traces.cli import add_trace_commands
+    cli_hooks.add_command(commands)
+    from traces.cli import add_flight_commands, add_trace_commands
 
     add_trace_commands(commands)
+    add_flight_commands(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code (2 for wrong usage, 1 for an error, 130 for Ctrl-C)."""
+    """Run a command; returns the exit code.
+
+    0: done; 1: an error; 2: wrong usage; 3: done, but part of a recorded run could not be read;
+    130: Ctrl-C.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     arguments = build_parser().parse_args(argv)
     try:
-        return arguments.handler(arguments)
-    except IsinglassError as error:
-        print(f"isinglass: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        code = arguments.handler(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a full disk can still be reported
     except BrokenPipeError:
         # The reader of our output has gone (`isinglass … | head`): not an error of ours.
-        sys.stderr.close()
+        _forget_standard_output()
         return 0
+    except OSError as error:
+        _forget_standard_output()
+        return _report(error)
+    except IsinglassError as error:
+        return _report(error)
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _report(error: Exception) -> int:
+    if sys.stderr is not None:  # print() would take standard output instead
+        print(f"isinglass: error: {error}", file=sys.stderr)
+    return 1
+
+
+def _forget_standard_output() -> None:
+    """Let what is still to be written go nowhere, or the interpreter's end would fail with it."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # closed, or somebody's stand-in
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ _TITLES = {
     "model": "model",
     "cache": "KV cache",
     "scheduler": "scheduler",
-    "process": "processes, logs and traces",
+    "process": "processes and logs",
+    "observability": "metrics, traces, profiles and the flight recorder",
 }
 
 

@@ -7,24 +7,43 @@ with LLM() as llm:
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine.api.between_steps import BetweenSteps
+from engine.api.chat import Messages, chat_prompt, is_conversation, template_variables
+from engine.api.engine_views import EngineViews
+from engine.api.metrics_endpoint import serve_metrics
 from engine.api.progress import ProgressBar
+from engine.api.run_dir import make_run_dir
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDeadError, IsinglassError, PromptError, TokenizerError
+from engine.errors import (
+    EngineDeadError,
+    PromptError,
+    RequestError,
+    TokenizerError,
+)
 from engine.frontend.input_processor import ProcessedPrompt, Prompt
 from engine.frontend.llm_engine import LLMEngine
-from engine.frontend.observer import EngineObserver
-from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.observer import make_observer
+from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION, RequestTracer, open_tracer
+from engine.frontend.tokenizer import Tokenizer, checked_ids
+from engine.log import get_logger
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import RequestOutputKind, SamplingParams
-from instrumentation import ConsoleStatus, Metric, Metrics, Role
+from engine.types.sampling_checks import short
+from instrumentation import (
+    ObservabilityConfig,
+    Role,
+)
+from instrumentation.audit import audit, without_effect
 from instrumentation.setup import setup
 
-Messages = Sequence[Mapping[str, Any]]
+if TYPE_CHECKING:
+    from instrumentation.prometheus import MetricsServer
+
+logger = get_logger(__name__)
 
 
 class _Item(NamedTuple):
@@ -35,7 +54,7 @@ class _Item(NamedTuple):
     priority: int
 
 
-class LLM:
+class LLM(EngineViews):
     """An engine for offline use. Thread-safe: calls from several threads wait for each other.
 
     Args:
@@ -59,27 +78,28 @@ class LLM:
             **{k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in kwargs.items()},
         )
         wanted = config.observability
-        self.run_dir = None if wanted.trace_dir is None else _make_run_dir(wanted.trace_dir)
+        self.run_dir = None if wanted.trace_dir is None else make_run_dir(wanted.trace_dir)
         obs = setup(wanted, role=Role.CALLER, run_dir=self.run_dir)
-        self._observer: EngineObserver | None = None
-        if not wanted.disable_log_stats:
-            self._observer = EngineObserver(
-                Metrics(instrument=obs), ConsoleStatus(interval_s=wanted.log_stats_interval_s)
-            )
+        self._observer = make_observer(wanted, obs, model_name=config.model.model)
+        self._metrics_server: MetricsServer | None = None
         self._lock = threading.RLock()
+        self._between_steps = BetweenSteps(self._lock)
         self._next_id = 0
         try:
+            self._metrics_server = serve_metrics(wanted, self._observer)
             self.llm_engine = LLMEngine(
-                config, obs=obs, run_dir=self.run_dir, observer=self._observer
+                config,
+                obs=obs,
+                run_dir=self.run_dir,
+                observer=self._observer,
+                open_tracer=self._open_tracer(wanted),
             )
         except BaseException:
+            self._close_metrics()
             obs.close()
             raise
-
-    @property
-    def config(self) -> EngineConfig:
-        """The settings in force."""
-        return self.llm_engine.config
+        for line in without_effect(audit(wanted)):
+            logger.warning("asked for without effect: %s", line)
 
     # -- generating ------------------------------------------------------------------------------
 
@@ -105,9 +125,7 @@ class LLM:
             PromptError, SamplingParamsError: before any request is sent.
             EngineDeadError: the core died; the outputs are lost.
         """
-        with self._lock:
-            items = self._validate(_as_list(prompts), sampling_params, priority)
-            return self._run(items, use_tqdm)
+        return self._generate(prompts, sampling_params, use_tqdm, priority, TEXT_COMPLETION)
 
     def chat(
         self,
@@ -128,32 +146,54 @@ class LLM:
             chat_template: another template than the model's (Jinja text or its name).
 
         Raises:
-            PromptError: the messages do not fit the template, or the model has no template.
+            PromptError: the messages do not fit the template, the model has no template, or
+                chat_template_kwargs names what is an argument of this method.
         """
-        conversations = [messages] if _is_conversation(messages) else list(messages)
+        variables = template_variables(chat_template_kwargs)
+        conversations = [messages] if is_conversation(messages) else list(messages)
         tokenizer = self.get_tokenizer()
-        prompts = [
-            chat_prompt(
-                tokenizer,
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        with self.llm_engine.counting_rejections(params=sampling_params, operation=CHAT):
+            prompts = [
+                chat_prompt(
+                    tokenizer,
+                    conversation,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    **variables,
+                )
+                for conversation in conversations
+            ]
+        return self._generate(prompts, sampling_params, use_tqdm, None, CHAT)
 
     def encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, as `generate` would use them."""
+        """Token ids of each text, as `generate` would use them.
+
+        Raises:
+            PromptError: not a text, or a list of texts.
+        """
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise PromptError(
+                f"encode takes a text or a list of texts, got {type(prompts).__name__}"
+            )
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         return self.get_tokenizer().encode_batch(texts)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
-        return self.get_tokenizer().decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Text of token ids.
+
+        Raises:
+            PromptError: not a list of token ids of the model.
+        """
+        tokenizer = self.get_tokenizer()
+        ids = checked_ids(token_ids)
+        num_ids = max(self.llm_engine.model_config.vocab_size, tokenizer.max_token_id + 1)
+        if ids and max(ids) >= num_ids:
+            raise PromptError(
+                f"token id {max(ids)} is outside the vocabulary, whose ids are 0 to {num_ids - 1}"
+            )
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     # -- around it -------------------------------------------------------------------------------
 
@@ -176,16 +216,6 @@ class LLM:
             self.llm_engine.model_config.generation_defaults
         )
 
-    def get_metrics(self) -> list[Metric]:
-        """Every metric of the catalogue as it stands.
-
-        Raises:
-            IsinglassError: the engine was made with disable_log_stats=True.
-        """
-        if self._observer is None:
-            raise IsinglassError("there are no metrics: disable_log_stats=True. Leave it out.")
-        return self._observer.metrics.snapshot()
-
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while requests are running."""
         with self._lock:
@@ -193,7 +223,15 @@ class LLM:
 
     def shutdown(self) -> None:
         """Stop the engine core and leave nothing behind; harmless when called twice."""
-        self.llm_engine.shutdown()
+        try:
+            self.llm_engine.shutdown()
+        finally:
+            self._close_metrics()
+
+    def _close_metrics(self) -> None:
+        server, self._metrics_server = self._metrics_server, None
+        if server is not None:
+            server.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -208,11 +246,29 @@ class LLM:
 
     def __del__(self) -> None:
         # Missing when the constructor failed.
-        engine = getattr(self, "llm_engine", None)
-        if engine is not None:
-            engine.shutdown()
+        if hasattr(self, "llm_engine"):
+            self.shutdown()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _open_tracer(self, wanted: ObservabilityConfig) -> Callable[[str], RequestTracer]:
+        """What the engine calls once its core is on its way up."""
+        # Not `self`: the exporting thread must not keep a forgotten engine alive.
+        collect = None if self._observer is None else self._observer.metrics.snapshot
+        return lambda model: open_tracer(wanted, model=model, collect=collect)
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        operation: str,
+    ) -> list[RequestOutput]:
+        with self._lock:
+            with self.llm_engine.counting_rejections(params=params, operation=operation):
+                items = self._validate(_as_list(prompts), params, priority)
+            return self._run(items, use_tqdm, operation)
 
     def _validate(
         self,
@@ -225,9 +281,15 @@ class LLM:
             self.llm_engine.require_priority_scheduling()
         if params is None:
             params = self.get_default_sampling_params()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        each = (
+            [params] * len(prompts)
+            if isinstance(params, SamplingParams)
+            else _items("sampling_params", params, "SamplingParams, or a list of them")
+        )
         check = self.llm_engine.input_processor.check_priority
-        ranks = [0] * len(prompts) if priority is None else [check(one) for one in priority]
+        ranks = [0] * len(prompts)
+        if priority is not None:
+            ranks = [check(one) for one in _items("priority", priority, "a list of integers")]
         if not len(prompts) == len(each) == len(ranks):
             raise PromptError(
                 f"there are {len(prompts)} prompts, {len(each)} sampling_params and "
@@ -245,7 +307,7 @@ class LLM:
                 items.append(_Item(processor.process_prompt(prompt, mine), mine, rank))
         return items
 
-    def _run(self, items: list[_Item], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, items: list[_Item], use_tqdm: bool, operation: str) -> list[RequestOutput]:
         engine = self.llm_engine
         finished: dict[str, RequestOutput] = {}
         request_ids: list[str] = []
@@ -260,8 +322,10 @@ class LLM:
                         item.params,
                         arrival_ns=time.monotonic_ns(),
                         priority=item.priority,
+                        operation=operation,
                     )
                 while engine.has_unfinished_requests():
+                    self._between_steps.run_pending()
                     for output in engine.step():
                         finished[output.request_id] = output
                         bar.advance(output)
@@ -274,18 +338,6 @@ class LLM:
         return [finished[request_id] for request_id in request_ids]
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Messages, /, **options: Any) -> Prompt:
-    """A conversation as a prompt of the engine; `options` as in `Tokenizer.apply_chat_template`.
-
-    Raises:
-        PromptError: the messages do not fit the template, or there is none.
-    """
-    text = tokenizer.apply_chat_template(messages, **options)
-    # The template has written the special tokens already.
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return {"prompt": text, "prompt_token_ids": ids}
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
@@ -295,28 +347,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise PromptError("messages must be a list of {'role': …, 'content': …} with entries")
-    return isinstance(messages[0], Mapping)
-
-
-def _make_run_dir(trace_dir: str) -> str:
-    """A new folder for this run.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    name = time.strftime("run-%Y%m%d-%H%M%S")
-    for attempt in range(1000):
-        folder = Path(trace_dir).expanduser() / (name if attempt == 0 else f"{name}-{attempt}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if not folder.is_dir():
-                raise ConfigError(f"trace_dir {trace_dir!r} is not a folder") from None
-            continue
-        except OSError as error:
-            raise ConfigError(f"trace_dir {trace_dir!r} cannot be used: {error}") from error
-        return str(folder.resolve())
-    raise ConfigError(f"trace_dir {trace_dir!r} holds a thousand runs of this second")
+def _items(name: str, value: Any, allowed: str) -> list[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be {allowed}, got {short(value)}")
+    return list(value)

@@ -179,6 +179,10 @@ def _parse_arguments(tool_calls: Any, where: str) -> None:
 def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        raise PromptError(
+            f"tools must be a list of JSON schemas (dictionaries), got {type(tools).__name__}"
+        )
     for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
             raise PromptError(

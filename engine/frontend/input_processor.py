@@ -12,10 +12,11 @@ import msgspec
 
 from engine.checkpoint.architecture import ModelConfig
 from engine.config import EngineConfig
-from engine.errors import PromptError, SamplingParamsError
+from engine.errors import PromptError, RequestError, SamplingParamsError
 from engine.frontend.tokenizer import Tokenizer
 from engine.types.messages import EngineCoreRequest
 from engine.types.sampling import SamplingParams
+from engine.types.sampling_checks import encodable, short
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dictionary with `prompt` or `prompt_token_ids` and maybe `cache_salt`."""
@@ -104,8 +105,34 @@ class InputProcessor:
         """
         integral = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
         if not integral or not -(2**63) <= priority < 2**63:
-            raise PromptError(f"priority must be an integer of 64 bits, got {priority!r}")
+            raise PromptError(f"priority must be an integer of 64 bits, got {short(priority)}")
         return int(priority)
+
+    @staticmethod
+    def check_request(request_id: Any, arrival_ns: Any, traceparent: Any) -> None:
+        """Check what else of a request goes to the core as it is.
+
+        Raises:
+            RequestError: a wrong type, or a text that no message can carry.
+        """
+        if not isinstance(request_id, str) or not request_id or not encodable(request_id):
+            raise RequestError(
+                "request_id must be a string that is neither empty nor has lone surrogates, got "
+                f"{short(request_id)}"
+            )
+        integral = isinstance(arrival_ns, int) and not isinstance(arrival_ns, bool)
+        if not integral or not 0 <= arrival_ns < 2**63:
+            raise RequestError(
+                "arrival_ns must be an integer from time.monotonic_ns(), or None for now; got "
+                f"{short(arrival_ns)}"
+            )
+        if traceparent is not None and not (
+            isinstance(traceparent, str) and encodable(traceparent)
+        ):
+            raise RequestError(
+                "traceparent must be the text of a W3C traceparent header, or None; got "
+                f"{short(traceparent)}"
+            )
 
     def make_request(
         self,
@@ -149,7 +176,11 @@ class InputProcessor:
                 )
             salt = prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
-                raise PromptError(f"cache_salt must be a string that is not empty, got {salt!r}")
+                raise PromptError(
+                    f"cache_salt must be a string that is not empty, got {short(salt)}"
+                )
+            if salt is not None and not encodable(salt):
+                raise PromptError(f"cache_salt must have no lone surrogates, got {short(salt)}")
             text = prompt.get("prompt")
             ids = prompt.get("prompt_token_ids")
             if text is not None and not isinstance(text, str):
@@ -178,8 +209,8 @@ class InputProcessor:
             integral = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
             if not integral or not 0 <= token_id < vocab_size:
                 raise PromptError(
-                    f"token id {token_id!r} at position {position} is not an integer from 0 to "
-                    f"{vocab_size - 1}"
+                    f"token id {short(token_id)} at position {position} is not an integer from "
+                    f"0 to {vocab_size - 1}"
                 )
         return [int(token_id) for token_id in ids]
 

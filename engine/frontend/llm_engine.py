@@ -7,26 +7,35 @@ while engine.has_unfinished_requests():
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.architecture import read_model_config
-from engine.checkpoint.locate import resolve_model
+from engine.checkpoint.locate import ModelSource, resolve_model
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDeadError, PromptError
+from engine.errors import ConfigError, EngineDeadError, IsinglassError, PromptError
+from engine.frontend.engine_controls import EngineControls
 from engine.frontend.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.parallel_sampling import ParentRequest
+from engine.frontend.request_tracer import TEXT_COMPLETION, RequestTracer
 from engine.frontend.tokenizer import Tokenizer, get_tokenizer
-from engine.log import configure, get_logger
+from engine.log import configure, get_logger, serving
 from engine.resolve import resolve_limits
 from engine.transport.client import EngineCoreClient
 from engine.transport.interrupts import deferred_interrupts
-from engine.types.messages import FinishReason
+from engine.types.messages import EngineCoreRequest, FinishReason
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
-from instrumentation import Instrument, StartupPhase
+from engine.version import __version__
+from instrumentation import (
+    Instrument,
+    SinkName,
+    StartupPhase,
+)
 
 logger = get_logger(__name__)
 
@@ -37,6 +46,8 @@ class LLMEngine:
     Attributes:
         config: the settings; `config.model.max_model_len` is what the core has settled on.
         ready: what else the core decided while it came up.
+        controls: recordings, profiles, flight records, time lines of requests.
+        startup_spans_ns: begin and end of the frontend's own phases of start-up.
     """
 
     def __init__(
@@ -46,32 +57,46 @@ class LLMEngine:
         obs: Instrument,
         run_dir: str | None = None,
         observer: EngineObserver | None = None,
+        open_tracer: Callable[[str], RequestTracer] | None = None,
     ) -> None:
-        configure(config.process.log_level, role="caller", own_process=False)
+        configure(
+            config.process.log_level,
+            role="caller",
+            own_process=False,
+            log_format=config.observability.log_format,
+        )
         self.obs = obs
         self._observer = observer
+        self.tracer = RequestTracer()
+        self.startup_spans_ns: dict[StartupPhase, tuple[int, int]] = {}
         began_ns = time.monotonic_ns()
         source = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
+        _check_revision(config, source)
         self.model_config = read_model_config(source)
         resolve_limits(config, self.model_config)  # a wrong setting fails before a core is spawned
         resolved_ns = time.monotonic_ns()
-        obs.startup(StartupPhase.RESOLVE_CONFIG, began_ns, resolved_ns)
+        self._keep_startup(StartupPhase.RESOLVE_CONFIG, began_ns, resolved_ns)
         self.engine_core = EngineCoreClient.make_client(config, run_dir=run_dir, obs=obs)
         try:
             spawned_ns = time.monotonic_ns()
-            obs.startup(StartupPhase.SPAWN, resolved_ns, spawned_ns)
-            # The tokenizer loads while the core boots.
+            self._keep_startup(StartupPhase.SPAWN, resolved_ns, spawned_ns)
+            # Tracer and tokenizer load while the core boots.
+            if open_tracer is not None:
+                self.tracer = open_tracer(source.name)
+                if observer is not None:
+                    observer.metrics.engine.watch(SinkName.OPENTELEMETRY, self.tracer)
             self.tokenizer: Tokenizer | None = None
             if not config.model.skip_tokenizer_init:
                 self.tokenizer = get_tokenizer(
                     source, name=config.model.tokenizer, download_dir=config.model.download_dir
                 )
             tokenizer_ns = time.monotonic_ns()
-            obs.startup(StartupPhase.TOKENIZER, spawned_ns, tokenizer_ns)
+            self._keep_startup(StartupPhase.TOKENIZER, spawned_ns, tokenizer_ns)
             self.ready = self.engine_core.wait_ready()
-            obs.startup(StartupPhase.WAIT_READY, tokenizer_ns, time.monotonic_ns())
+            self._keep_startup(StartupPhase.WAIT_READY, tokenizer_ns, time.monotonic_ns())
         except BaseException:
             self.engine_core.shutdown()
+            self.tracer.close()
             raise
         self.config = dataclasses.replace(
             config,
@@ -79,6 +104,30 @@ class LLMEngine:
         )
         self.input_processor = InputProcessor(self.config, self.model_config, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer, obs=obs)
+        if observer is not None:
+            startup_ns = {
+                phase.label: end_ns - begin_ns
+                for phase, (begin_ns, end_ns) in self.startup_spans_ns.items()
+            }
+            observer.engine_is_ready(
+                self.config,
+                self.ready,
+                version=__version__,
+                model=source.name,
+                startup_ns=startup_ns | self.ready.startup_ns,
+            )
+        self.tracer.engine_is_ready(self.ready, self.startup_spans_ns)
+        self.controls = EngineControls(
+            self.engine_core,
+            self.output_processor,
+            obs=obs,
+            observer=observer,
+            settings=config.observability,
+        )
+
+    def _keep_startup(self, phase: StartupPhase, begin_ns: int, end_ns: int) -> None:
+        self.startup_spans_ns[phase] = (begin_ns, end_ns)
+        self.obs.startup(phase, begin_ns, end_ns)
 
     def add_request(
         self,
@@ -93,15 +142,27 @@ class LLMEngine:
         """Validate a request and send it to the core.
 
         Raises:
+            RequestError: the id, arrival_ns or traceparent is of a wrong type.
             PromptError: the prompt is no good, or the id belongs to an unfinished request.
             SamplingParamsError: a parameter that this model or engine cannot honour.
             ConfigError: a priority without scheduling_policy="priority".
             EngineDeadError: the core has died.
         """
-        if priority != 0:
-            self.require_priority_scheduling()
         arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
-        with self.obs.process_inputs:
+        arrived: dict[str, Any] = {
+            "request_id": request_id,
+            "params": params,
+            "arrival_ns": arrival_ns,
+            "traceparent": traceparent,
+        }
+        with (
+            serving(request_id, traceparent),
+            self.counting_rejections(**arrived),
+            self.obs.process_inputs,
+        ):
+            self.input_processor.check_request(request_id, arrival_ns, traceparent)
+            if priority != 0:
+                self.require_priority_scheduling()
             priority = self.input_processor.check_priority(priority)
             own = self.input_processor.process_params(params)
             processed = self.input_processor.process_prompt(prompt, own)
@@ -123,12 +184,52 @@ class LLMEngine:
         arrival_ns: int,
         priority: int = 0,
         traceparent: str | None = None,
+        operation: str = TEXT_COMPLETION,
     ) -> None:
         """Send a request whose prompt and parameters the input processor has made."""
-        if request_id in self.output_processor:
-            raise PromptError(
-                f"request id {request_id!r} belongs to an unfinished request; use another."
-            )
+        arrived: dict[str, Any] = {
+            "request_id": request_id,
+            "params": params,
+            "arrival_ns": arrival_ns,
+            "traceparent": traceparent,
+            "operation": operation,
+        }
+        with self.counting_rejections(**arrived):
+            if request_id in self.output_processor:
+                raise PromptError(
+                    f"request id {request_id!r} belongs to an unfinished request; use another."
+                )
+        traceparent = self.tracer.begin(
+            request_id,
+            params,
+            arrival_ns=arrival_ns,
+            traceparent=traceparent,
+            operation=operation,
+        )
+        try:
+            with serving(request_id, traceparent):
+                self._send_samples(
+                    request_id,
+                    prompt,
+                    params,
+                    arrival_ns=arrival_ns,
+                    priority=priority,
+                    traceparent=traceparent,
+                )
+        except BaseException as error:
+            self.tracer.fail(request_id, error)
+            raise
+
+    def _send_samples(
+        self,
+        request_id: str,
+        prompt: ProcessedPrompt,
+        params: SamplingParams,
+        *,
+        arrival_ns: int,
+        priority: int,
+        traceparent: str | None,
+    ) -> None:
         parent = ParentRequest(request_id, params) if params.n > 1 else None
         for index in range(params.n):
             request = self.input_processor.make_request(
@@ -143,7 +244,50 @@ class LLMEngine:
                 self.output_processor.add_request(
                     request_id, request, prompt, parent=parent, index=index
                 )
-                self.engine_core.add_request(request)
+                self.tracer.expect(request_id, request.request_num)
+                if self._observer is not None:
+                    self._observer.observe_arrival(params, index=index)
+                self._send(request)
+
+    @contextmanager
+    def counting_rejections(
+        self,
+        *,
+        request_id: Any = None,
+        params: Any = None,
+        arrival_ns: Any = None,
+        traceparent: Any = None,
+        operation: str = TEXT_COMPLETION,
+    ) -> Iterator[None]:
+        """Count and trace a request that what is inside refuses; arguments as they came."""
+        began_ns = time.monotonic_ns()
+        try:
+            yield
+        except IsinglassError as error:
+            if self._observer is not None:
+                self._observer.observe_rejection(error)
+            self.tracer.reject(
+                error,
+                request_id=request_id,
+                params=params,
+                arrival_ns=began_ns if arrival_ns is None else arrival_ns,
+                traceparent=traceparent,
+                operation=operation,
+            )
+            raise
+
+    def _send(self, request: EngineCoreRequest) -> None:
+        try:
+            self.engine_core.add_request(request)
+        except EngineDeadError as error:
+            self._bury(error)
+            raise
+        self.obs.request_sent(
+            request.request_num,
+            request.request_id,
+            arrival_ns=request.arrival_ns,
+            num_prompt_tokens=len(request.prompt_token_ids),
+        )
 
     def require_priority_scheduling(self) -> None:
         """Refuse priorities that would have no effect.
@@ -175,6 +319,8 @@ class LLMEngine:
         try:
             with self.obs.receive:
                 message = self.engine_core.get_output()
+            received_ns = time.monotonic_ns()
+            self.obs.received_step(message.step, message.worker_step)
         except EngineDeadError as error:
             self._bury(error)
             raise
@@ -183,7 +329,8 @@ class LLMEngine:
             if done.to_abort:
                 self.engine_core.abort_requests(done.to_abort)
         if self._observer is not None:
-            self._observer.observe(message, done)
+            self._observer.observe(message, done, received_ns=received_ns)
+        self.tracer.observe(message, done)
         return done.request_outputs
 
     def has_unfinished_requests(self) -> bool:
@@ -200,10 +347,15 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Stop the core and write out what was recorded; harmless when called twice."""
-        self.engine_core.shutdown()
-        self.obs.close()
+        try:
+            self.engine_core.shutdown()
+        finally:
+            self.obs.close()
+            self.tracer.close()
 
     def _bury(self, error: EngineDeadError) -> None:
+        if self._observer is not None:
+            self._observer.engine_died()
         self._abandon(self.output_processor.unfinished_ids(), FinishReason.ERROR, error=str(error))
 
     def _abandon(
@@ -212,3 +364,20 @@ class LLMEngine:
         timelines = self.output_processor.abandon(request_ids, reason, error=error)
         if self._observer is not None:
             self._observer.observe_ended(timelines)
+        self.tracer.observe_ended(timelines)
+
+
+def _check_revision(config: EngineConfig, source: ModelSource) -> None:
+    """Refuse a revision that would have no effect.
+
+    Raises:
+        ConfigError: the model is not fetched from the hub.
+    """
+    revision = config.model.revision
+    if revision is None:
+        return
+    if source.kind != "folder" or Path(source.name).expanduser().is_dir():
+        raise ConfigError(
+            f"revision={revision!r} chooses a version of a hub repository, but the model "
+            f"{source.name!r} is a local one; leave revision out, or give a hub name."
+        )

@@ -12,6 +12,7 @@ from engine.frontend.input_processor import ProcessedPrompt
 from engine.frontend.logprobs import LogprobsProcessor
 from engine.frontend.parallel_sampling import ParentRequest
 from engine.frontend.tokenizer import Tokenizer
+from engine.log import set_served
 from engine.types.logprobs import LogprobsLists
 from engine.types.messages import (
     CoreTimes,
@@ -155,10 +156,28 @@ class OutputProcessor:
         for output in message.outputs:
             state = self._states.get(output.request_id)
             if state is not None:  # else: ended here by a stop string, or aborted
+                set_served(state.external_id, state.request.traceparent)
                 self._process(state, output, message.timestamp_ns, done)
+        set_served(None)
         for timeline in done.timelines:
             self.obs.request(timeline)
         return done
+
+    def unfinished_timelines(self, request_id: str) -> list[RequestTimeline]:
+        """The lives so far of a request's unfinished sequences, or of its one `<id>/<index>`."""
+        states = [self._states[core_id] for core_id in self._children.get(request_id, ())]
+        if not states:
+            external_id, _, index = request_id.rpartition("/")
+            states = [
+                self._states[core_id]
+                for core_id in self._children.get(external_id, ())
+                if str(self._states[core_id].index) == index
+            ]
+        return [_timeline(state, None) for state in states]
+
+    def names_by_num(self) -> dict[int, str]:
+        """The caller's ids of unfinished sequences' requests, by the number in step records."""
+        return {state.request.request_num: state.external_id for state in self._states.values()}
 
     def abandon(
         self, external_ids: Iterable[str], reason: FinishReason, *, error: str | None = None
@@ -244,6 +263,8 @@ def _request_output(
 ) -> RequestOutput | None:
     """The caller's view; None while a final-only request with n > 1 is incomplete."""
     parent = state.parent
+    if parent is not None:
+        parent.error = parent.error or output.error
     completions = [completion] if parent is None else parent.gather(completion)
     if not completions:
         return None
@@ -258,7 +279,7 @@ def _request_output(
         prompt_logprobs=logprobs.pop_prompt_logprobs() if delta else logprobs.prompt_logprobs,
         num_cached_tokens=output.num_cached_tokens,
         metrics=completions[0].metrics,
-        error=output.error,
+        error=output.error if parent is None else parent.error,
     )
 
 

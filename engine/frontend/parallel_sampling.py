@@ -13,6 +13,7 @@ class ParentRequest:
         self.request_id = request_id
         self.params = params
         self.unfinished = set(range(params.n))
+        self.error: str | None = None  # of the first sequence that failed
         self._finished: list[CompletionOutput | None] = [None] * params.n
 
     def child_params(self, index: int) -> SamplingParams:

@@ -4,7 +4,8 @@ Knows one vocabulary and hides which kind of file it came from. Does not know re
 streaming, nor where the files are (`engine.frontend.tokenizer_files`).
 """
 
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.errors import PromptError
 from engine.frontend.chat_template import render_chat
 from engine.frontend.token_bytes import TokenBytes, new_utf8_decoder, piece_decoder
 from engine.frontend.tokenizer_files import find_tokenizer, read_tokenizer
+from engine.types.sampling_checks import short
 
 
 class Tokenizer:
@@ -110,8 +112,14 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD.
+
+        Ids that the vocabulary does not have add nothing: a model's logits may be wider than it.
+
+        Raises:
+            PromptError: not a list of integers of at least 0.
+        """
+        return self.backend.decode(checked_ids(ids), skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token_id: int) -> str:
         """The vocabulary's spelling of a token; empty for ids outside the vocabulary."""
@@ -232,6 +240,26 @@ def get_tokenizer(
         chat_templates=files.chat_templates,
         source=str(path),
     )
+
+
+def checked_ids(ids: Any) -> list[int]:
+    """Token ids as a plain list.
+
+    Raises:
+        PromptError: not a list of integers of at least 0.
+    """
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise PromptError(f"token ids must be a list of integers, got {short(ids)}")
+    ids = list(ids)
+    for position, one in enumerate(ids):
+        integral = isinstance(one, numbers.Integral) and not isinstance(one, bool)
+        if not integral or not 0 <= one < 2**32:
+            raise PromptError(
+                f"token id {short(one)} at position {position} is not an integer of at least 0"
+            )
+    return [int(one) for one in ids]
 
 
 def _check_text(text: str) -> None:

@@ -1,0 +1,205 @@
+"""A flight record as a table: the last steps, what was decided in each, and why it was written.
+
+Knows how a step's decisions are put into words. Does not know when records are written.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from instrumentation.labels import format_step_label
+from instrumentation.names import AdmissionStop
+from instrumentation.records import EventRecord, FlightDump, StepRecord, WorkerStepRecord
+from instrumentation.step_budget import StepBudget, step_budgets
+from traces.journal_reader import ProcessRecords, read_run
+
+_MAX_EVENTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRecord:
+    """What a flight record's file holds."""
+
+    path: Path
+    process: ProcessRecords
+    dump: FlightDump | None
+    """Why it was written; None in a file that is cut off."""
+    steps: list[StepRecord]
+    worker_steps: dict[int, WorkerStepRecord]
+    """By the number of the step."""
+    events: list[EventRecord]
+    names: dict[int, str]
+    """Ids of requests by their numbers, as far as they are known."""
+
+    def budgets(self) -> dict[int, StepBudget]:
+        """Where the time of each step went, by the number of the step."""
+        budgets = step_budgets(self.steps, self.worker_steps.values())
+        return {budget.step: budget for budget in budgets}
+
+
+def read_flight(path: str | os.PathLike[str]) -> FlightRecord:
+    """Read a flight record.
+
+    Raises:
+        ValueError: the file is no journal, or is cut off before it says who wrote it.
+        OSError: it cannot be read.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{file} is no file; name a flight record (flight-….journal)")
+    run = read_run(file)
+    dumps = run.of_type(FlightDump)
+    return FlightRecord(
+        file,
+        run.processes[0],
+        dumps[-1] if dumps else None,
+        run.steps,
+        {step.step: step for step in run.worker_steps},
+        run.events,
+        {arrival.request_num: arrival.request_id for arrival in run.arrivals},
+    )
+
+
+def render_flight(record: FlightRecord, *, num_last: int = 20) -> RenderableType:
+    """Lay a flight record out: why it was written, the last steps, and the last surprises."""
+    parts: list[RenderableType] = [_heading(record), Text()]
+    if record.steps:
+        parts += [_step_table(record, num_last), _hint(record)]
+    else:
+        parts.append(Text("It holds no step."))
+    if record.events:
+        parts += [Text(), _event_table(record)]
+    return Group(*parts)
+
+
+def _heading(record: FlightRecord) -> Text:
+    header, dump = record.process.header, record.dump
+    text = Text("Flight record", style="bold")
+    text.append(f"\n{record.path}\n", style="not bold dim")
+    writer = f"{header.role} {header.rank} (pid {header.pid} on {header.host})"
+    text.append(f"written by {writer}\n", style="not bold")
+    if dump is None:
+        text.append("the file is cut off: it does not say why it was written", style="red")
+        return text
+    text.append(f"why: {dump.reason.label}", style="bold yellow")
+    if dump.detail:
+        text.append(f" - {dump.detail}", style="not bold")
+    return text
+
+
+def _step_table(record: FlightRecord, num_last: int) -> Table:
+    shown = record.steps[-num_last:]
+    budgets = record.budgets()
+    table = Table(
+        title=f"The last {len(shown)} of {len(record.steps)} steps",
+        title_justify="left",
+        title_style="bold",
+        box=box.HORIZONTALS,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="dim",
+        border_style="dim",
+    )
+    table.add_column("step", justify="right")
+    table.add_column("label and decisions", overflow="fold")
+    for name in ("ms", "tokens", "run", "wait", "blocks"):
+        table.add_column(name, justify="right")
+    table.add_column("slowest")
+    reason = record.dump.step if record.dump is not None else -1
+    for step in shown:
+        worker = record.worker_steps.get(step.step)
+        timed = worker if worker is not None else step
+        num_blocks = step.num_blocks_used + step.num_blocks_cached_free + step.num_blocks_free
+        table.add_row(
+            str(step.step),
+            "\n".join([format_step_label(step.label), *decisions(step, record.names)]),
+            f"{(timed.end_ns - timed.begin_ns) / 1e6:,.3f}",
+            f"{step.num_scheduled_tokens:,}",
+            f"{step.num_running:,}",
+            f"{step.num_waiting:,}",
+            f"{step.num_blocks_used:,}/{num_blocks:,}",
+            budgets[step.step].slowest,
+            style="yellow" if step.step == reason else None,
+        )
+    return table
+
+
+def decisions(step: StepRecord, names: dict[int, str]) -> Iterator[str]:
+    """What the scheduler decided in a step, in words; requests by id where that is known."""
+
+    def name(request_num: int) -> str:
+        return names.get(request_num, f"number {request_num}")
+
+    for lost in step.preempted:
+        by = name(lost.by_request_num) if lost.by_request_num >= 0 else "unknown"
+        whom = "itself" if lost.by_request_num == lost.request_num else f"request {by}"
+        yield (
+            f"  preempted {name(lost.request_num)} for {whom}: {lost.tokens_lost} tokens, "
+            f"{lost.blocks_lost} blocks lost"
+        )
+    for admission in step.admissions:
+        age = ""
+        if admission.evicted_age_ns >= 0:
+            age = f" {admission.evicted_age_ns / 1e6:,.1f} ms ago"
+        yield (
+            f"  {'resumed' if admission.is_resumed else 'admitted'} "
+            f"{name(admission.request_num)}: {admission.num_hit_tokens} of "
+            f"{admission.num_query_tokens} tokens cached ({admission.miss.label}{age})"
+        )
+    if step.admission_stop is not AdmissionStop.NONE:
+        at = ""
+        if step.admission_stop_request_num >= 0:
+            at = f" at {name(step.admission_stop_request_num)}"
+        yield f"  stopped admitting{at}: {step.admission_stop.label}"
+    if step.finished:
+        yield f"  finished {', '.join(map(name, step.finished))}"
+
+
+def _hint(record: FlightRecord) -> Text:
+    """Where the time of the step that was the reason went, else of the slowest one."""
+    budgets = record.budgets()
+    reason = record.dump.step if record.dump is not None else -1
+    budget = budgets.get(reason) or max(budgets.values(), key=lambda one: one.duration_ns)
+    parts = sorted(budget.phases_ns.items(), key=lambda item: -item[1])[:4]
+    text = ", ".join(f"{phase.label} {time_ns / 1e6:,.3f} ms" for phase, time_ns in parts)
+    which = "the reason" if budget.step == reason else "the longest"
+    return Text(
+        f"step {budget.step} ({which}) took {budget.duration_ns / 1e6:,.3f} ms from scheduling to "
+        f"its end, most of it in {budget.slowest}: {text or 'no phase is on record'}; unexplained "
+        f"{budget.unexplained_ns / 1e6:,.3f} ms",
+        style="yellow",
+    )
+
+
+def _event_table(record: FlightRecord) -> Table:
+    shown = record.events[-_MAX_EVENTS:]
+    table = Table(
+        title=f"The last {len(shown)} of {len(record.events)} events",
+        title_justify="left",
+        title_style="bold",
+        box=box.HORIZONTALS,
+        show_edge=False,
+        pad_edge=False,
+        header_style="dim",
+        border_style="dim",
+    )
+    for column in ("s before", "event", "request", "value", "detail"):
+        is_number = column in ("s before", "value")
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    end_ns = record.dump.time_ns if record.dump is not None else shown[-1].time_ns
+    for event in shown:
+        table.add_row(
+            f"{(end_ns - event.time_ns) / 1e9:,.3f}",
+            event.kind.label,
+            event.request_id,
+            f"{event.value:,}",
+            event.detail,
+        )
+    return table
