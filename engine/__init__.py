@@ -8,16 +8,17 @@ from engine.errors import (
     EngineDeadError,
     EngineStartError,
     IsinglassError,
+    LogitsProcessorError,
     ModelError,
     ModelNotFoundError,
+    ProfilerError,
     PromptError,
     RequestError,
     SamplingParamsError,
     TokenizerError,
     UnsupportedModelError,
 )
-
-__version__ = "0.1.0"
+from engine.version import __version__ as __version__
 
 __all__ = [
     "LLM",
@@ -31,9 +32,11 @@ __all__ = [
     "IsinglassError",
     "LLMEngine",
     "LogitsProcessor",
+    "LogitsProcessorError",
     "Logprob",
     "ModelError",
     "ModelNotFoundError",
+    "ProfilerError",
     "PromptError",
     "RequestError",
     "RequestOutput",

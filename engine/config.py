@@ -7,6 +7,7 @@ KV blocks, a reduced context length) is never written back here: it comes back a
 """
 
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -183,6 +184,8 @@ class EngineConfig:
                 raise ConfigError(f"unknown engine argument {name!r}.{hint}")
             if name == "logits_processors" and isinstance(value, list):
                 value = tuple(value)
+            if name == "custom_histogram_buckets" and isinstance(value, Mapping) and value:
+                value = json.dumps(value)
             groups[_GROUP_OF[name]][name] = value
         config = cls(**{name: GROUPS[name](**values) for name, values in groups.items()})
         config.validate()
@@ -208,6 +211,8 @@ class EngineConfig:
             group = getattr(self, name)
             for spec in fields(group):
                 _check(spec.name, getattr(group, spec.name), spec.type, spec.metadata)
+        if self.observability.custom_histogram_buckets is not None:
+            self._check_buckets(self.observability.custom_histogram_buckets)
         if self.model.max_model_len is not None:
             self.scheduler.check_budget(self.model.max_model_len)
         if (
@@ -218,6 +223,15 @@ class EngineConfig:
                 "long_prefill_token_threshold splits prompts, which enable_chunked_prefill=False "
                 "forbids. Leave one of them out."
             )
+
+    @staticmethod
+    def _check_buckets(text: str) -> None:
+        from instrumentation.histogram_buckets import parse_buckets
+
+        try:
+            parse_buckets(text)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 GROUPS: dict[str, type] = {

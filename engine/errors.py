@@ -10,6 +10,8 @@
     ├── RequestError (ValueError)         bad input; found in the caller, never reaches the core
     │   ├── SamplingParamsError           a sampling parameter out of range
     │   └── PromptError                   an empty or too long prompt, a token id out of range
+    ├── LogitsProcessorError              a logits processor that the user brought has failed
+    ├── ProfilerError                     a profile cannot be started or stopped as things are
     ├── EngineStartError                  the core did not come up: time-out, version, exception
     └── EngineDeadError                   the core has died; every pending and later call gets this
 
@@ -56,6 +58,16 @@ class SamplingParamsError(RequestError):
 class PromptError(RequestError):
     """A prompt is empty, too long, of the wrong type, holds an invalid token id, or is text for an
     engine without a tokenizer."""
+
+
+class LogitsProcessorError(IsinglassError):
+    """A logits processor raised, or returned something that is not the logits; the message names
+    its class. One that serves the whole batch ends the engine."""
+
+
+class ProfilerError(IsinglassError):
+    """A torch profile cannot be started or stopped: one is running already, or none, or its folder
+    cannot be written to."""
 
 
 class EngineStartError(IsinglassError):

@@ -5,11 +5,14 @@ journals may be cut off, and any of them may be missing.
 """
 
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from instrumentation.flight import is_flight_file
 from instrumentation.journal import SUFFIX, Journal, read_journal
 from instrumentation.names import Phase
 from instrumentation.records import (
@@ -28,6 +31,8 @@ from instrumentation.records import (
 )
 
 RecordT = TypeVar("RecordT")
+_PART = re.compile(r"\.part(\d+)$")
+"""How the name of a file ends, without suffix, that is one of a chain: a recording in ring mode."""
 
 
 class PhaseSpan(NamedTuple):
@@ -70,6 +75,8 @@ class ProcessRecords:
     anchors: list[ClockAnchor]
     threads: list[ThreadRecords]
     is_truncated: bool
+    is_damaged: bool = False
+    """Whether what is missing at its end is more than a record cut off by the process's death."""
 
     def of_type(self, record_type: type[RecordT]) -> list[RecordT]:
         """The records of one kind, of all threads."""
@@ -90,6 +97,8 @@ class Run:
 
     folder: Path
     processes: list[ProcessRecords]
+    unreadable: list[str] = field(default_factory=list)
+    """Why each journal that had to be left out could not be read."""
 
     def of_type(self, record_type: type[RecordT]) -> list[RecordT]:
         """The records of one kind, of all processes."""
@@ -147,35 +156,83 @@ class Run:
 def read_run(folder: str | os.PathLike[str]) -> Run:
     """Read all journals of a run's folder, leaving out those cut off before their header.
 
+    Flight records in the folder are left out too, since they repeat what the journals hold. Given a
+    file instead, such as a flight record, it reads only that. The files of one recording in ring
+    mode count as one journal.
+
     Raises:
-        ValueError: there is no readable journal, or one is of another version.
+        ValueError: there is no readable journal.
     """
     path = Path(folder)
+    if path.is_file():
+        process = _sort_out([read_journal(path)])
+        if process is None:
+            raise ValueError(f"{path} is cut off before it says who wrote it")
+        return Run(path, [process])
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder; name the trace_dir of a run")
-    journals = [read_journal(file) for file in sorted(path.glob(f"*{SUFFIX}"))]
-    processes = [process for process in map(_sort_out, journals) if process is not None]
+        raise ValueError(
+            f"{path} is not a folder; name the trace_dir of a run, or a flight record's file"
+        )
+    files = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not is_flight_file(file)]
+    unreadable: list[str] = []
+    chains = [_read_chain(list(chain), unreadable) for _, chain in groupby(files, key=_chain_of)]
+    processes = [process for process in map(_sort_out, chains) if process is not None]
+    if not processes and unreadable:
+        raise ValueError("; ".join(unreadable))
     if not processes:
         raise ValueError(
             f"{path} holds no readable journal (*{SUFFIX}); name the trace_dir of a run that was "
             "started with tracing on"
         )
-    return Run(path, processes)
+    return Run(path, processes, unreadable)
 
 
-def _sort_out(journal: Journal) -> ProcessRecords | None:
-    headers = [record for _, record in journal.frames if isinstance(record, ProcessHeader)]
+def _chain_of(file: Path) -> str:
+    """What the files of one recording have in common."""
+    return _PART.sub(".part", file.name.removesuffix(SUFFIX))
+
+
+def _read_chain(files: list[Path], unreadable: list[str]) -> list[Journal]:
+    """Read files in order; those that the engine, which may be running, deletes meanwhile are not
+    there. Why others cannot be read is added to the list."""
+    journals = []
+    for file in files:
+        try:
+            journals.append(read_journal(file))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            unreadable.append(str(error))
+    return journals
+
+
+def _sort_out(journals: list[Journal]) -> ProcessRecords | None:
+    """Make one process of the files of one recording, oldest first."""
+    frames = [frame for journal in journals for frame in journal.frames]
+    headers = [record for _, record in frames if isinstance(record, ProcessHeader)]
     if not headers:
         return None
     threads: dict[int, ThreadRecords] = {}
     anchors = []
-    for number, record in journal.frames:
+    arrived: set[int] = set()
+    for number, record in frames:
         if isinstance(record, ThreadStarted):
-            threads[number] = ThreadRecords(record.name, record.native_id, [])
+            # Each file of a chain names the threads again.
+            threads.setdefault(number, ThreadRecords(record.name, record.native_id, []))
         elif isinstance(record, ClockAnchor):
             anchors.append(record)
+        elif isinstance(record, RequestArrived):
+            # ... and the requests that were under way.
+            if record.request_num not in arrived:
+                arrived.add(record.request_num)
+                threads[number].records.append(record)
         elif not isinstance(record, ProcessHeader):
             threads[number].records.append(record)
     return ProcessRecords(
-        journal.path, headers[0], anchors, list(threads.values()), journal.is_truncated
+        journals[0].path,
+        headers[0],
+        anchors,
+        list(threads.values()),
+        any(journal.is_truncated for journal in journals),
+        any(journal.is_damaged for journal in journals),
     )

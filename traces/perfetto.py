@@ -17,6 +17,7 @@ import msgspec
 
 from instrumentation.labels import format_step_label
 from instrumentation.names import Role, ThreadName
+from instrumentation.process_header import read_clock_anchor
 from instrumentation.records import (
     EventRecord,
     RequestTimeline,
@@ -24,9 +25,9 @@ from instrumentation.records import (
     StepRecord,
     WorkerStepRecord,
 )
-from instrumentation.sinks import read_clock_anchor
 from traces.journal_reader import ProcessRecords, Run, ThreadRecords, read_run
 from traces.lanes import Lane, Slice, grow_over, nest, side_by_side
+from traces.operators import Profile, draw_profiles, find_profiles, read_profile
 from traces.perfetto_writer import Annotations, SequenceWriter, stable_id
 from traces.request_slices import request_annotations, request_slices
 from traces.requests import request_timelines, scheduled_pairs
@@ -43,15 +44,23 @@ _NOT_SHOWN = frozenset({"phases", "io_phase_totals_ns", "time_ns"})
 
 
 def write_perfetto(
-    run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
+    run_dir: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    profiles_dir: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Convert a run's journals to one Perfetto file, RUN_DIR/trace.pftrace unless told otherwise.
 
+    A flight record's file, given instead of the folder, becomes FILE.pftrace. Torch profiles in the
+    run's folder, and in `profiles_dir`, are drawn below their workers.
+
     Raises:
-        ValueError: the folder holds no readable journal.
+        ValueError: the folder holds no readable journal, or a profile is not one.
     """
     run = read_run(run_dir)
-    path = Path(out) if out is not None else run.folder / FILE_NAME
+    path = Path(out) if out is not None else _default_output(Path(run_dir))
+    folders = [Path(folder) for folder in (run_dir, profiles_dir) if folder is not None]
+    profiles = [read_profile(file) for folder in folders for file in find_profiles(folder)]
     flows = _Flows(run)
     owner = _owner_of_requests(run)
     # A reader never finds half a file under the final name.
@@ -66,8 +75,22 @@ def write_perfetto(
                 is_first = False
             drawing.draw(flows, requests=flows.timelines if owner in processes else [])
             drawing.writer.flush()
+            draw_profiles(
+                stream,
+                [profile for profile in profiles if _is_of(profile, processes[0])],
+                parent=drawing.track,
+                rank=_track_rank(ThreadName.WORKER) + 1,
+            )
     unfinished.replace(path)
     return path
+
+
+def _default_output(run_dir: Path) -> Path:
+    return run_dir.with_suffix(".pftrace") if run_dir.is_file() else run_dir / FILE_NAME
+
+
+def _is_of(profile: Profile, process: ProcessRecords) -> bool:
+    return (profile.clock.host, profile.clock.pid) == _process_key(process)
 
 
 def _process_key(process: ProcessRecords) -> tuple[str, int]:
@@ -170,6 +193,11 @@ class _ProcessDrawing:
         self._processes = processes
         self._pid = processes[0].header.pid
         self._tids: set[int] = set()
+
+    @property
+    def track(self) -> int:
+        """The process's own track, once it is drawn."""
+        return self._track
 
     def draw(self, flows: _Flows, *, requests: list[RequestTimeline]) -> None:
         """Draw everything of the process, and requests where it owns them."""

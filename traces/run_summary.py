@@ -79,6 +79,19 @@ class ThreadSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetSummary:
+    """The steps' time, from scheduling to having applied the output, divided without overlap.
+
+    `phases_ns` and `unexplained_ns` add up to `duration_ns`; see `instrumentation.step_budget`.
+    """
+
+    duration_ns: int
+    phases_ns: dict[str, int]
+    """By phase, the longest first."""
+    unexplained_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixSummary:
     """Prefix cache, in tokens."""
 
@@ -149,6 +162,7 @@ class RunSummary:
     latency: Quantiles
     """Steps of the core, from scheduling to having applied the output."""
     threads: list[ThreadSummary]
+    budget: BudgetSummary
     admission_stops: dict[str, int]
     num_context_tokens: int
     num_sampled_tokens: int

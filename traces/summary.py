@@ -11,10 +11,12 @@ from math import ceil
 from instrumentation.labels import format_step_label, step_kind
 from instrumentation.names import AdmissionStop, ThreadName
 from instrumentation.records import RequestTimeline, StartupRecord, StepRecord, WorkerStepRecord
+from instrumentation.step_budget import step_budgets
 from traces.intervals import Interval, length, merge, overlap
 from traces.journal_reader import PhaseSpan, Run, read_run
 from traces.requests import request_timelines
 from traces.run_summary import (
+    BudgetSummary,
     PhaseTotal,
     PoolSummary,
     PreemptionSummary,
@@ -72,6 +74,7 @@ def summarize_run(run: Run) -> RunSummary:
         steps_by_label=_step_groups((format_step_label(step.label), step) for step in timed_steps),
         latency=quantiles(end - begin for begin, end in intervals),
         threads=_threads(run),
+        budget=_budget(run),
         admission_stops={
             AdmissionStop(reason).label: count
             for reason, count in Counter(step.admission_stop for step in steps).most_common()
@@ -190,6 +193,20 @@ def _phase_totals(spans: Sequence[PhaseSpan], in_steps: Sequence[Interval]) -> l
         for name, intervals in by_phase.items()
     ]
     return sorted(totals, key=lambda total: -total.total_ns)
+
+
+def _budget(run: Run) -> BudgetSummary:
+    """Add the budgets of all steps up."""
+    budgets = step_budgets(run.steps, run.steps_of_first_worker)
+    phases_ns: Counter[str] = Counter()
+    for budget in budgets:
+        for phase, time_ns in budget.phases_ns.items():
+            phases_ns[phase.label] += time_ns
+    return BudgetSummary(
+        duration_ns=sum(budget.duration_ns for budget in budgets),
+        phases_ns=dict(phases_ns.most_common()),
+        unexplained_ns=sum(budget.unexplained_ns for budget in budgets),
+    )
 
 
 def _pool(steps: Sequence[StepRecord]) -> PoolSummary:

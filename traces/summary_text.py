@@ -28,6 +28,8 @@ def render_summary(summary: RunSummary) -> RenderableType:
         parts += [_kind_table(summary), _label_table(summary)]
     if summary.threads:
         parts.append(_phase_table(summary))
+    if summary.budget.phases_ns:
+        parts.append(_budget_table(summary))
     if summary.num_steps:
         parts.append(_cache_table(summary))
     if summary.requests.count:
@@ -210,6 +212,23 @@ def _in_steps(duration_ns: int, steps_ns: int) -> tuple[RenderableType, ...]:
     if not steps_ns:
         return "", "", ""
     return (_ms(duration_ns), *_share_and_bar(duration_ns, steps_ns))
+
+
+def _budget_table(summary: RunSummary) -> Table:
+    budget = summary.budget
+    table = _table(
+        "Step-time budget: each instant of a step once, for the worker's phase first",
+        *("<phase", "total ms", "of steps", "<"),
+    )
+    for name, time_ns in budget.phases_ns.items():
+        table.add_row(name, _ms(time_ns), *_share_and_bar(time_ns, budget.duration_ns))
+    table.add_row(
+        "unexplained",
+        _ms(budget.unexplained_ns),
+        *_share_and_bar(budget.unexplained_ns, budget.duration_ns),
+        style="yellow",
+    )
+    return table
 
 
 def _cache_table(summary: RunSummary) -> Table:

@@ -1,9 +1,11 @@
 """The one ambient object: what attention layers need and models do not pass along.
 
 Knows the step's attention metadata and the layers' caches. Set by the model runner around a
-model's forward, read by `engine.attention.layer.Attention`, and by nothing else.
+model's forward, read by `engine.attention.layer.Attention`, and by nothing else. Each thread has
+its own, since two engines in one process run their models in threads of their own.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,22 +22,28 @@ class ForwardContext:
     kv_caches: list[torch.Tensor]
 
 
-_current: ForwardContext | None = None
+class _Ambient(threading.local):
+    current: ForwardContext | None = None
+
+
+_AMBIENT = _Ambient()
 
 
 @contextmanager
 def forward_context(metadata: Any, kv_caches: list[torch.Tensor]) -> Iterator[None]:
     """Make the step's metadata and caches visible to the attention layers inside the block."""
-    global _current
-    assert _current is None, "forward_context does not nest: a model runs one batch at a time"
-    _current = ForwardContext(metadata, kv_caches)
+    assert _AMBIENT.current is None, (
+        "forward_context does not nest: a model runs one batch at a time"
+    )
+    _AMBIENT.current = ForwardContext(metadata, kv_caches)
     try:
         yield
     finally:
-        _current = None
+        _AMBIENT.current = None
 
 
 def get_forward_context() -> ForwardContext:
     """The context of the forward that is running."""
-    assert _current is not None, "attention ran outside of forward_context"
-    return _current
+    context = _AMBIENT.current
+    assert context is not None, "attention ran outside of forward_context"
+    return context

@@ -223,7 +223,7 @@ def run_engine_core(
     input_socket = _connect(input_context, zmq.DEALER, input_address, str(engine_index).encode())
     output_socket = _connect(output_context, zmq.PUSH, output_address)
     obs = setup(settings.observability, role=Role.CORE, rank=engine_index, run_dir=run_dir)
-    signal.signal(signal.SIGUSR2, lambda *_: obs.ask_for_flight(FlightReason.SIGNAL))
+    threading.Thread(target=_dump_at_signal, args=(obs,), name="flight signal", daemon=True).start()
     try:
         if protocol_version != PROTOCOL_VERSION:
             raise EngineStartError(f"frontend {protocol_version}, core {PROTOCOL_VERSION}")
@@ -254,6 +254,13 @@ def run_engine_core(
         _leave(output_context, obs, code=1)
     proc.close()
     _leave(output_context, obs, code=0)
+
+
+def _dump_at_signal(obs: Instrument) -> NoReturn:
+    """Write a flight record at each SIGUSR2, which every thread of this process blocks."""
+    while True:
+        signal.sigwait({signal.SIGUSR2})
+        obs.dump_flight(FlightReason.SIGNAL, "asked for")
 
 
 def _connect(

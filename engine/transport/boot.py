@@ -12,6 +12,7 @@ import importlib
 import os
 import select
 import shutil
+import signal
 import sys
 import threading
 from typing import Any, NoReturn
@@ -28,6 +29,9 @@ BOOTSTRAP = (
 
 def run(boot: dict[str, Any]) -> None:
     """Watch the parent, then call the target with the boot message's keyword arguments."""
+    # For the thread that waits for it alone: a handler would have to wait for the main thread,
+    # which may sleep until the next message. Threads inherit the mask, so before any of them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     threading.Thread(
         target=_watch_parent,
         args=(boot["parent_pid"], boot["private_dir"]),

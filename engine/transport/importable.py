@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.types.sampling_checks import short
 
 
 def portable_classes(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], str | None]:
@@ -34,13 +35,19 @@ def portable_classes(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], s
     return settings, main_path
 
 
-def _name_of(spec: str | type) -> str:
+def _name_of(spec: Any) -> str:
     if isinstance(spec, str):
         return spec
+    if not isinstance(spec, type):
+        raise ConfigError(
+            "logits_processors must hold classes or their names ('package.module:Class'), got "
+            f"{short(spec)}. Give the class itself, not an instance or a function: the engine core "
+            "makes the instance."
+        )
     if "<locals>" in spec.__qualname__:
         raise ConfigError(
             f"logits processor {spec.__qualname__} is defined inside a function, so the engine "
-            "core cannot import it. Move it to the top level of a module."
+            "core cannot import it. Put it at the top level of a module that can be imported."
         )
     module = "__mp_main__" if spec.__module__ == "__main__" else spec.__module__
     return f"{module}:{spec.__qualname__}"

@@ -50,7 +50,9 @@ class InprocClient(EngineCoreClient):
             try:
                 self._ready.extend(self._core.step().values())
             except Exception as error:
-                self._death = EngineDeadError(f"a step failed: {error!r}")
+                path = self._core.record_failure(error)
+                where = f" Its last steps: isinglass flight show {path}" if path else ""
+                self._death = EngineDeadError(f"a step failed: {error!r}.{where}")
                 raise self._death from error
         return self._ready.popleft()
 

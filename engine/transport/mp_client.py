@@ -8,6 +8,7 @@ A monitor thread waits for the core's process; its end turns every pending and l
 EngineDeadError. The same object cleans up at garbage collection and at interpreter exit.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -40,11 +41,14 @@ from engine.types.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from instrumentation import Event, Instrument
+from instrumentation import Event, FlightReason, Instrument
 
 logger = get_logger(__name__)
 
 _CORE_MAIN = "engine.core.engine_core_proc:run_engine_core"
+
+_NUM_DESCRIPTORS = 20
+"""File descriptors that the sockets, the pipes and the spawn need at once, and some to spare."""
 
 
 class CoreProcess:
@@ -55,15 +59,43 @@ class CoreProcess:
         self.grace_s = config.process.shutdown_timeout_s
         self.obs = obs
         self.stopping = False
+        self.failure: EngineCoreFailure | None = None
+        """What the core said of its own death, if it could."""
+        self.has_answered = False
+        """Whether the core has come up, or has said why not; before, it cannot stop by itself."""
+        self._flight_record: str | None = None
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
+        with contextlib.ExitStack() as undo:  # in reverse, if anything below fails
+            try:
+                self._start(settings, run_dir, main_path, undo)
+            except (OSError, zmq.ZMQError, RuntimeError) as error:
+                raise EngineStartError(
+                    f"the engine core's process could not be started: {error}. It needs a "
+                    "temporary folder that can be written to, about twenty file descriptors "
+                    "(ulimit -n) and a few threads (ulimit -u)."
+                ) from error
+            undo.pop_all()
+
+    def _start(
+        self,
+        settings: dict[str, Any],
+        run_dir: str | None,
+        main_path: str | None,
+        undo: contextlib.ExitStack,
+    ) -> None:
         self.directory = _private_directory()
+        undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
+        _require_descriptors(_NUM_DESCRIPTORS)  # libzmq ends the whole process for want of them
         self.context = zmq.Context(io_threads=1)
+        undo.callback(self.context.destroy, linger=0)
         self.input = self._bind(zmq.ROUTER, "input")
         self.input.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.output = self._bind(zmq.PULL, "output")
         self._death_read, self._death_write = os.pipe()
+        for end in (self._death_read, self._death_write):
+            undo.callback(os.close, end)
         self.process = SpawnedProcess(
             _CORE_MAIN,
             {
@@ -79,6 +111,7 @@ class CoreProcess:
             private_dir=self.directory,
             main_path=main_path,
         )
+        undo.callback(self.process.kill)
         self._monitor = threading.Thread(target=self._watch, name="EngineCoreMonitor", daemon=True)
         self._monitor.start()
 
@@ -110,30 +143,70 @@ class CoreProcess:
         if self.stopping:
             return EngineDeadError("the engine has been shut down", exit_code=code)
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        if self.failure is not None:
+            how = f"{self.failure.error_class}: {self.failure.message}; {how}"
+        where = self._written_flight_record(how)
         lines = "".join(f"\n    {line}" for line in tail[-12:])
         last = f" It logged last:{lines}" if lines else ""
-        return EngineDeadError(
-            f"the engine core died ({how}); make a new LLM.{last}", exit_code=code, log_tail=tail
+        death = EngineDeadError(
+            f"the engine core died ({how}); make a new LLM.{where}{last}",
+            exit_code=code,
+            log_tail=tail,
         )
+        if self.failure is not None:
+            death.add_note(self.failure.traceback)
+            death.__cause__ = _own_error(self.failure)
+        return death
+
+    def _written_flight_record(self, how: str) -> str:
+        """Where the last steps are: in the core's own file, else in one from our copy of them."""
+        if self._flight_record is None:
+            by_core = self.failure.flight_record if self.failure is not None else ""
+            ours = None if by_core else self.obs.dump_flight(FlightReason.ENGINE_DEAD, how)
+            self._flight_record = by_core or ours or ""
+        if not self._flight_record:
+            return ""
+        return f" Its last steps: isinglass flight show {self._flight_record}"
 
     def close(self) -> None:
-        """Stop the process, close the sockets, remove the folder."""
+        """Stop the process, close the sockets, remove the folder.
+
+        Interrupted, it kills the process and does the rest all the same; called again, it goes on
+        where it was.
+        """
         if self.is_foreign:
             return  # a fork of the caller must not take the engine down with it
         with self._lock:
             if self._closed:
                 return
-            self._closed = self.stopping = True
+            self.stopping = True
+            try:
+                self.process.stop(self.grace_s if self._ask_to_stop() else 0.0)
+            finally:
+                with deferred_interrupts():
+                    self._release()
+
+    def _ask_to_stop(self) -> bool:
+        """Whether the core will stop by itself: not before it has come up, nor unconnected."""
+        if not self.has_answered:
+            return False
         if not self.is_dead:
             try:
                 self.input.send_multipart([b"0", MessageType.SHUTDOWN.value], zmq.NOBLOCK)
             except zmq.ZMQError:
-                self.process.stop(0)  # not connected yet: it cannot be asked
-        self.process.stop(self.grace_s)
+                return False
+        return True
+
+    def _release(self) -> None:
+        """Let go of everything; a second call finds nothing left to do."""
+        if self._closed:
+            return
+        self.process.kill()
         self._monitor.join(timeout=1.0)
         self.context.destroy(linger=0)
         os.close(self._death_read)
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._closed = True
 
     def _bind(self, kind: int, name: str) -> zmq.Socket:
         socket = self.context.socket(kind)
@@ -156,8 +229,9 @@ class SyncMPClient(EngineCoreClient):
 
     def __init__(self, config: EngineConfig, *, run_dir: str | None, obs: Instrument) -> None:
         self._timeout_s = config.process.engine_ready_timeout_s
-        self._core = CoreProcess(config, run_dir=run_dir, obs=obs)
-        self._finalizer = weakref.finalize(self, CoreProcess.close, self._core)
+        with deferred_interrupts():  # a process that nobody will stop must not be left
+            self._core = CoreProcess(config, run_dir=run_dir, obs=obs)
+            self._finalizer = weakref.finalize(self, CoreProcess.close, self._core)
         self._encoder = MessageEncoder()
         self._decoder = MessageDecoder(EngineCoreOutputs)
         self._pending: deque[EngineCoreOutputs] = deque()
@@ -196,7 +270,8 @@ class SyncMPClient(EngineCoreClient):
             return _unwrap(outputs.utility)
 
     def shutdown(self) -> None:
-        self._finalizer()
+        self._core.close()  # interrupted, the finaliser still has its turn
+        self._finalizer.detach()
 
     def _send(self, kind: MessageType, frames: list[Frame]) -> None:
         self._ensure_alive()
@@ -213,11 +288,9 @@ class SyncMPClient(EngineCoreClient):
         with deferred_interrupts():
             kind, *frames = self._core.output.recv_multipart()
         if kind == MessageType.FAILED.value:
-            failure = msgspec.msgpack.decode(frames[0], type=EngineCoreFailure)
+            self._core.failure = msgspec.msgpack.decode(frames[0], type=EngineCoreFailure)
             self._core.process.wait(timeout_s=2.0)
-            death = self._core.death()
-            death.add_note(failure.traceback)
-            raise death
+            raise self._core.death()
         return self._decoder.decode(frames)
 
     def _handshake(self) -> EngineCoreReadyResponse:
@@ -232,6 +305,7 @@ class SyncMPClient(EngineCoreClient):
             )
         with deferred_interrupts():
             _, kind, payload = core.input.recv_multipart()
+        core.has_answered = True
         if kind == MessageType.FAILED.value:
             raise _startup_error(msgspec.msgpack.decode(payload, type=EngineCoreFailure))
         version = msgspec.msgpack.decode(payload)[0]
@@ -258,20 +332,37 @@ class SyncMPClient(EngineCoreClient):
 
 def _unwrap(output: UtilityOutput) -> Any:
     if output.failure is not None:
-        raise IsinglassError(output.failure)
+        name, _, message = output.failure.partition(": ")
+        own = _own_error(EngineCoreFailure(name, message, ""))
+        raise own or IsinglassError(output.failure)
     return output.result
 
 
 def _startup_error(failure: EngineCoreFailure) -> Exception:
     """The core's own error where it is one of ours, else EngineStartError with its traceback."""
-    kind = getattr(engine.errors, failure.error_class, None)
-    if isinstance(kind, type) and issubclass(kind, IsinglassError):
-        return kind(failure.message)
+    own = _own_error(failure)
+    if own is not None:
+        return own
     error = EngineStartError(
         f"the engine core failed to start: {failure.error_class}: {failure.message}"
     )
     error.add_note(failure.traceback)
     return error
+
+
+def _own_error(failure: EngineCoreFailure) -> IsinglassError | None:
+    """The error that ended the core, if it is of a class that users know."""
+    kind = getattr(engine.errors, failure.error_class, None)
+    if isinstance(kind, type) and issubclass(kind, IsinglassError):
+        return kind(failure.message)
+    return None
+
+
+def _require_descriptors(number: int) -> None:
+    """Open so many files for a moment; OSError if the limit does not allow that."""
+    with contextlib.ExitStack() as files:
+        for _ in range(number):
+            files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 def _private_directory() -> str:

@@ -34,6 +34,7 @@ class SpawnedProcess:
     ) -> None:
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does
+        self._forwarder: threading.Thread | None = None
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
             [sys.executable, *flags, "-c", BOOTSTRAP, name],
             stdin=subprocess.PIPE,
@@ -48,17 +49,19 @@ class SpawnedProcess:
             "target": target,
             "kwargs": kwargs,
         }
-        self._forwarder = threading.Thread(
-            target=self._forward_log, name=f"{name}-log", daemon=True
-        )
-        self._forwarder.start()
-        assert self._process.stdin is not None
         try:
+            forwarder = threading.Thread(target=self._forward_log, name=f"{name}-log", daemon=True)
+            forwarder.start()
+            self._forwarder = forwarder
+            assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(boot).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             # It died at once; whoever waits for it reports the exit code and what it logged.
             self.wait()
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def pid(self) -> int:
@@ -79,7 +82,7 @@ class SpawnedProcess:
 
     def log_tail(self) -> tuple[str, ...]:
         """The last lines that it wrote to standard error, oldest first."""
-        if self.exit_code is not None:
+        if self.exit_code is not None and self._forwarder is not None:
             self._forwarder.join(timeout=1.0)
         return tuple(self._log)
 
@@ -87,14 +90,20 @@ class SpawnedProcess:
         """Give it time to end by itself, then terminate, then kill. Leaves no zombie."""
         if self.wait(grace_s) is None:
             self._process.terminate()
-            if self.wait(1.0) is None:
-                self._process.kill()
-                self.wait()
+            self.wait(1.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it now, if it has not ended, and let go of its pipes."""
+        if self.exit_code is None:
+            self._process.kill()
+            self.wait()
         if self._process.stdin is not None:
             # Broken if it died before it had read the boot message, which is still to be flushed.
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
-        self._forwarder.join(timeout=1.0)
+        if self._forwarder is not None:
+            self._forwarder.join(timeout=1.0)
 
     def _forward_log(self) -> None:
         assert self._process.stderr is not None

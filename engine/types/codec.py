@@ -14,6 +14,9 @@ T = TypeVar("T")
 
 Frame = bytes | bytearray | memoryview
 
+_HEAD_BYTES = 1 << 16
+"""As much of a broken message is looked at to find out what it is about."""
+
 
 class MessageEncoder:
     """Encodes structs whose fields may be NumPy arrays or torch CPU tensors."""
@@ -53,6 +56,37 @@ class MessageEncoder:
         encoded = self._put("torch", tensor.reshape(-1).view(torch.uint8).numpy(), name)
         encoded[2] = list(tensor.shape)
         return encoded
+
+
+def leading_item(frame: Frame) -> str | int | None:
+    """The first item of an encoded array, even if what follows cannot be decoded.
+
+    That is who a message is from or about. None unless it is text or a natural number (MessagePack
+    specification, "Formats").
+    """
+    data = bytes(memoryview(frame)[:_HEAD_BYTES])
+    first = data[:1]
+    offset = {b"\xdc": 3, b"\xdd": 5}.get(first, 1)  # array of 16 or 32 bits of length
+    if offset == 1 and not b"\x90" <= first <= b"\x9f":
+        return None
+    item = data[offset:]
+    head = item[:1]
+    if head and head <= b"\x7f":
+        return item[0]
+    widths = {b"\xcc": 1, b"\xcd": 2, b"\xce": 4, b"\xcf": 8, b"\xd9": 1, b"\xda": 2, b"\xdb": 4}
+    width = widths.get(head, 0)
+    number = int.from_bytes(item[1 : 1 + width], "big")
+    if b"\xa0" <= head <= b"\xbf":
+        number = item[0] & 0x1F
+    elif not width or len(item) <= width:
+        return None
+    elif head < b"\xd9":
+        return number
+    text = item[1 + width : 1 + width + number]
+    try:
+        return text.decode() if len(text) == number else None
+    except UnicodeDecodeError:
+        return None
 
 
 class MessageDecoder(Generic[T]):

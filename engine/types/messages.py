@@ -138,8 +138,15 @@ class EngineCoreReadyResponse(msgspec.Struct, array_like=True, gc=False):
     startup_begin_ns: dict[str, int] = {}
     """When each of them began."""
     memory_bytes: dict[str, int] = {}
-    """Memory by component: weights, kv_cache, graphs, activations, other; they add up to what the
-    core's process (CPU) or its device (GPU) had in use at the peak of start-up."""
+    """Memory by component; together the most that the core will have in use by its own measure:
+    what the core's process (CPU: resident set) or its device (GPU) had in use just before the
+    largest batch was tried, what that batch took on top, and the whole KV cache.
+
+    weights: the model's tensors, packed copies included, as they lie in memory. kv_cache: all of
+    it, although on a CPU no page is resident before it is written. graphs: captured graphs.
+    activations: what the largest batch took, without the throw-away KV cache that it ran over.
+    other: the rest of what was in use before it: interpreter, libraries, the batch's buffers; on
+    a GPU also the driver's share and other processes'."""
 
 
 class EngineCoreFailure(msgspec.Struct, array_like=True, gc=False):
@@ -148,3 +155,5 @@ class EngineCoreFailure(msgspec.Struct, array_like=True, gc=False):
     error_class: str
     message: str
     traceback: str
+    flight_record: str = ""
+    """Path of the flight record that the core has written, empty without one."""

@@ -57,3 +57,5 @@ class ModelRunnerOutput:
     logprobs: list[LogprobsLists | None] | None = None
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     record: WorkerStepRecord | None = None
+    failures: dict[str, str] = field(default_factory=dict)
+    """Requests that cannot go on, each with the reason; their tokens of this step are void."""

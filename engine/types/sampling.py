@@ -5,6 +5,7 @@ Knows the range and the meaning of every field and how the struct travels betwee
 of how a token is drawn: that is `engine.worker.sampler`.
 """
 
+import difflib
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from engine.types.sampling_checks import (
     checked_real,
     checked_strings,
     checked_token_ids,
+    checked_token_sequences,
     copied,
     reject,
     short,
@@ -53,7 +55,25 @@ class RequestOutputKind(enum.Enum):
     """One output, when the request has finished."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _NamedArguments(msgspec.StructMeta):
+    """Calls of the class with an unknown argument say which known one is near."""
+
+    def __call__(self, *arguments: Any, **values: Any) -> Any:
+        if arguments:
+            raise SamplingParamsError(
+                f"{self.__name__} takes its values by name, such as temperature=0.8; got "
+                f"{short(arguments[0])} without one."
+            )
+        for name in values.keys() - set(self.__struct_fields__):
+            near = difflib.get_close_matches(name, self.__struct_fields__, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise SamplingParamsError(f"unknown sampling parameter {name!r}.{hint}")
+        return super().__call__(**values)
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_NamedArguments
+):
     """How the tokens of one request are selected, and when it stops.
 
     Field names, defaults and meanings are vLLM's. Construction checks every field and raises
@@ -293,8 +313,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_token_choices(self) -> None:
         self._set("bad_words", checked_strings("bad_words", self.bad_words))
         if self.bad_words_token_ids is not None:
-            for sequence in self.bad_words_token_ids:
-                checked_token_ids("bad_words_token_ids", sequence)
+            sequences = checked_token_sequences("bad_words_token_ids", self.bad_words_token_ids)
+            self._set("bad_words_token_ids", sequences)
         if self.allowed_token_ids is not None:
             allowed = checked_token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:

@@ -16,6 +16,9 @@ from engine.errors import SamplingParamsError
 MAX_LOGIT_BIAS: Final = 100.0
 """Logit biases are clamped to plus or minus this value, as in the OpenAI API."""
 
+MAX_DEPTH: Final = 32
+"""How deep `extra_args` may be nested."""
+
 _MAX_TOKEN_ID: Final = 2**31 - 1
 
 
@@ -30,18 +33,29 @@ def short(value: object) -> str:
     """The value as shown in messages: its repr, cut to a line."""
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to print integers of thousands of digits
+    except Exception:  # too long an integer, too deep a list, or somebody else's repr
         return f"a {type(value).__name__} too long to show"
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def copied(value: Any) -> Any:
-    """A deep copy of lists and dictionaries."""
+def copied(value: Any, *, depth: int = 0) -> Any:
+    """A deep copy of lists and dictionaries; what is nested too deep is left for the checks."""
+    if depth > MAX_DEPTH:
+        return value
     if isinstance(value, list):
-        return [copied(item) for item in value]
+        return [copied(item, depth=depth + 1) for item in value]
     if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
+        return {key: copied(item, depth=depth + 1) for key, item in value.items()}
     return value
+
+
+def encodable(text: str) -> bool:
+    """Whether a text is free of lone surrogates, which no message can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def checked_integer(name: str, value: object, low: int, high: int, allowed: str) -> int:
@@ -82,6 +96,8 @@ def checked_strings(name: str, value: object) -> list[str]:
     for item in _items(name, value):
         if not isinstance(item, str) or not item:
             reject(name, value, "None or a list of strings that are not empty")
+        if not encodable(item):
+            reject(name, value, "text without lone surrogates", "replace them")
         strings[item] = None
     return list(strings)
 
@@ -93,6 +109,21 @@ def checked_token_ids(name: str, value: object) -> list[int]:
         checked_integer(name, item, 0, _MAX_TOKEN_ID, allowed) for item in _items(name, value)
     )
     return list(dict.fromkeys(token_ids))
+
+
+def checked_token_sequences(name: str, value: object) -> list[list[int]]:
+    """Sequences of token ids, none of them empty."""
+    allowed = "None or a list of lists of token ids, none of them empty"
+    sequences = []
+    for item in _items(name, value):
+        if isinstance(item, str | bytes | Mapping) or not isinstance(item, Iterable):
+            reject(name, value, allowed)
+        sequences.append(
+            [checked_integer(name, token, 0, _MAX_TOKEN_ID, allowed) for token in item]
+        )
+        if not sequences[-1]:
+            reject(name, value, allowed)
+    return sequences
 
 
 def checked_logit_bias(value: object) -> dict[int, float]:
@@ -114,12 +145,33 @@ def check_extra_args(value: object) -> None:
     """Refuse what cannot travel to the engine core."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         reject("extra_args", value, "None or a dictionary with string keys")
+    _check_plain(value, 0)
     try:
         msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise SamplingParamsError(
             f"extra_args must hold values that MessagePack can carry, got {short(value)}: {error}."
         ) from error
+
+
+def _check_plain(value: object, depth: int) -> None:
+    """Refuse what would arrive as something else, or not at all."""
+    if depth > MAX_DEPTH:
+        raise SamplingParamsError(
+            f"extra_args must not be nested deeper than {MAX_DEPTH} levels, or hold itself."
+        )
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_plain(key, MAX_DEPTH)
+            _check_plain(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_plain(item, depth + 1)
+    elif not (value is None or isinstance(value, bool | int | float | str | bytes)):
+        raise SamplingParamsError(
+            "extra_args must hold values that MessagePack can carry (None, booleans, numbers, "
+            f"strings, bytes, lists, dictionaries), got {short(value)}, a {type(value).__name__}."
+        )
 
 
 def check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

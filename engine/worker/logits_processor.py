@@ -7,16 +7,20 @@ the batch keeps its rows (`engine.worker.batch_update`) nor how tokens are selec
 import enum
 import importlib
 import inspect
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from engine.errors import ConfigError
+from engine.log import get_logger
 from engine.types.sampling import SamplingParams
+
+logger = get_logger(__name__)
 
 State = TypeVar("State")
 
@@ -97,6 +101,49 @@ class LogitsProcessor(ABC):
             logits: float32 [batch_size, vocab_size].
         """
 
+    def take_failures(self) -> dict[int, str]:
+        """Rows whose requests have failed since the last call, each with the reason.
+
+        A processor that serves single requests names them here, and only they end; what `apply`
+        and `update_state` raise ends the engine.
+        """
+        return {}
+
+
+class TensorKind(NamedTuple):
+    """What the result of a processor must agree with."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorKind":
+        """The kind of a tensor."""
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+    def complaint_about(self, result: object) -> str | None:
+        """What is wrong with a result, None if nothing is."""
+        if isinstance(result, torch.Tensor):
+            kind = TensorKind.of(result)
+            if kind == self:
+                return None
+            got = f"a tensor of {kind}"
+        else:
+            got = "None" if result is None else f"a {type(result).__name__}"
+        return f"returned {got}; it must return the logits, changed in place or a tensor of {self}"
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {list(self.shape)} on {self.device}"
+
+
+def told(error: BaseException) -> str:
+    """An exception of foreign code in one line: kind, message and place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
 
 RequestLogitsProcessor: TypeAlias = (
     Callable[[list[int], torch.Tensor], torch.Tensor]
@@ -106,11 +153,16 @@ RequestLogitsProcessor: TypeAlias = (
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Runs one callable for each request that wants it, on that request's row of logits."""
+    """Runs one callable for each request that wants it, on that request's row of logits.
+
+    A callable that raises, or returns anything but a row of logits, ends its own request with
+    finish reason error; so does a `new_req_logits_processor` that raises.
+    """
 
     def __init__(self, config: Any, device: torch.device, is_pin_memory: bool) -> None:
         """Start without requests; subclasses with a constructor of their own must call this."""
         self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._failures: dict[int, str] = {}
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
@@ -124,12 +176,40 @@ class AdapterLogitsProcessor(LogitsProcessor):
         """Replace each concerned row by what its callable returns; [batch_size, vocab_size]."""
         for row, process in self.req_info.items():
             before = logits[row]
-            after = process(before)
-            if after is not before:
+            kind = TensorKind.of(before)
+            try:
+                after = process(before)
+            except (Exception, SystemExit) as error:
+                self._fail(row, f"raised {told(error)}", error)
+                continue
+            if complaint := kind.complaint_about(after):
+                self._fail(row, complaint)
+            elif after is not before:
                 logits[row] = after
+        for row in self._failures:
+            self.req_info.pop(row, None)
         return logits
 
+    def take_failures(self) -> dict[int, str]:
+        """Rows whose callable has failed since the last call, each with the reason."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _fail(self, row: int, what: str, error: BaseException | None = None) -> None:
+        message = f"logits processor {type(self).__qualname__}: the request's callable {what}"
+        logger.error("%s", message, exc_info=error)
+        self._failures[row] = message
+
     def _bind(
+        self, params: SamplingParams, prompt_token_ids: list[int] | None, output: list[int]
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        try:
+            return self._made_for(params, prompt_token_ids, output)
+        except (Exception, SystemExit) as error:
+            # It fails with its first logits, where the row is known to be the request's.
+            return partial(_raise, error)
+
+    def _made_for(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         # Typed by hand: which of the two forms it is shows only in the signature.
@@ -146,6 +226,10 @@ class AdapterLogitsProcessor(LogitsProcessor):
             "(output_ids, logits) or (prompt_ids, output_ids, logits), got one of "
             f"{num_arguments} arguments."
         )
+
+
+def _raise(error: BaseException, logits: torch.Tensor) -> torch.Tensor:
+    raise error
 
 
 def apply_update(
@@ -221,6 +305,13 @@ def _import(spec: str) -> object:
         ) from error
     for name in qualified_name.split("."):
         if not hasattr(loaded, name):
+            if module_name == "__mp_main__":
+                raise ConfigError(
+                    f"The logits processor {qualified_name!r} is defined in the script itself, "
+                    "and the engine core, which loads the script without running what stands "
+                    'under `if __name__ == "__main__"`, does not find it. Put it in a module '
+                    "that can be imported."
+                )
             raise ConfigError(
                 f"The logits processor {spec!r} cannot be loaded: {module_name!r} has no "
                 f"{qualified_name!r}."

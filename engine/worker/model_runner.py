@@ -89,6 +89,7 @@ class ModelRunner:
         with obs.sample:
             metadata = batch.sampling.refresh(batch.num_reqs)
             sampled = self.sampler(launched.logits, metadata)
+            failures = batch.sampling.take_failures()
         with obs.readback:
             token_ids = self._record_tokens(sampled.sampled_token_ids, launched.inputs)
             logprobs = self._split_logprobs(sampled.logprobs, launched.inputs)
@@ -105,7 +106,12 @@ class ModelRunner:
         )
         obs.worker_step(record)
         return ModelRunnerOutput(
-            list(batch.req_ids), token_ids, logprobs, launched.prompt_logprobs, record
+            list(batch.req_ids),
+            token_ids,
+            logprobs,
+            launched.prompt_logprobs,
+            record,
+            {batch.req_ids[row]: reason for row, reason in failures.items()},
         )
 
     @torch.inference_mode()

@@ -19,7 +19,7 @@ from engine.config import LOGPROBS_MODES
 from engine.errors import ConfigError
 from engine.types.logprobs import LogprobsLists
 from engine.worker.penalties import apply_penalties
-from engine.worker.random import uniforms
+from engine.worker.random import draw_keys
 from engine.worker.sampling_state import SamplingMetadata
 from engine.worker.token_logprobs import gather_logprobs, scatter_rows
 from engine.worker.token_masks import apply_bad_words
@@ -127,7 +127,7 @@ class Sampler:
         drawing = logits if metadata.all_random else logits[rows]
         tokens = draw(
             drawing,
-            uniforms(metadata.seeds[rows], metadata.positions[rows]),
+            draw_keys(metadata.seeds[rows], metadata.positions[rows]),
             Truncation(
                 top_k=metadata.top_k[rows],
                 top_p=metadata.top_p[rows],

@@ -16,6 +16,7 @@ from engine.worker.batch_update import RowState, batch_update_between
 from engine.worker.builtin_processors import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 from engine.worker.logits_processor import LogitsProcessor
 from engine.worker.penalties import TokenCounts, needs_penalties
+from engine.worker.processor_guard import ProcessorGuard
 from engine.worker.random import wrap_seed
 from engine.worker.token_masks import AllowedTokens, BadWords
 
@@ -119,7 +120,7 @@ class SamplingState:
         processors: tuple[LogitsProcessor, ...] = (
             MinTokensLogitsProcessor(None, self.device, False),
             LogitBiasLogitsProcessor(None, self.device, False),
-            *logits_processors,
+            *map(ProcessorGuard, logits_processors),
         )
         self._all_processors = processors
         self._processors = tuple(p for p in processors if not p.is_argmax_invariant())
@@ -226,6 +227,13 @@ class SamplingState:
         )
         self._metadata = replace(metadata, positions=positions)
         return self._metadata
+
+    def take_failures(self) -> dict[int, str]:
+        """Rows whose requests a processor has failed in this step, each with the reason."""
+        failures: dict[int, str] = {}
+        for processor in self._all_processors:
+            failures = processor.take_failures() | failures  # the first reason counts
+        return failures
 
     def _occupied_rows(self, num_reqs: int) -> list[_Row]:
         rows = [row for row in self._rows[:num_reqs] if row is not None]

@@ -2,7 +2,9 @@
 
 import math
 import time
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -11,18 +13,31 @@ from engine.attention.registry import select_backend
 from engine.checkpoint.architecture import read_model_config
 from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ProfilerError
 from engine.log import get_logger
 from engine.models.loader import load_model
 from engine.types.kv_cache import KVCacheSpec
 from engine.types.plan import ModelRunnerOutput, SchedulerOutput
 from engine.worker.input_batch import InputBatch
-from engine.worker.logits_processor import load_logits_processors
-from engine.worker.memory import PeakMemory, available_bytes, total_bytes
+from engine.worker.memory import (
+    PeakMemory,
+    allocating,
+    available_bytes,
+    model_bytes,
+    total_bytes,
+)
 from engine.worker.model_runner import ModelRunner
+from engine.worker.processor_guard import build_logits_processors
 from engine.worker.sampler import Sampler
 from engine.worker.sampling_state import SamplingState
-from instrumentation import Instrument
+from instrumentation import (
+    Instrument,
+    LayerRanges,
+    ProfileError,
+    ProfileOptions,
+    ProfileStatus,
+    TorchProfiler,
+)
 
 logger = get_logger(__name__)
 
@@ -44,6 +59,7 @@ class Worker:
         self.dtype = resolve_dtype(config.model.dtype, self.model_config.dtype, self.device)
         self.attention = select_backend(config.model.attention_backend, self.device)
         self.runner: ModelRunner | None = None
+        self._profiler: TorchProfiler | None = None
 
     def load_model(self) -> None:
         """Read the weights. Raises ModelError for anything wrong with the checkpoint."""
@@ -63,6 +79,9 @@ class Worker:
             self.device,
             time.monotonic() - began,
         )
+        ranges = self.obs.ranges
+        if self.config.observability.enable_layerwise_nvtx_tracing and ranges is not None:
+            LayerRanges(self._model.named_modules(), ranges)
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
         """What one KV block costs over all layers."""
@@ -79,22 +98,22 @@ class Worker:
         """Make the runner and its persistent batch, without a KV cache yet."""
         model, vocab_size = self.config.model, self.model_config.vocab_size
         max_num_reqs = self.config.scheduler.max_num_seqs
-        processors = [
-            processor(self.config, self.device, False)
-            for processor in load_logits_processors(list(model.logits_processors))
-        ]
-        sampling = SamplingState(
-            max_num_reqs=max_num_reqs,
-            vocab_size=vocab_size,
-            device=self.device,
-            logits_processors=processors,
-        )
-        batch = InputBatch(
-            max_num_reqs=max_num_reqs,
-            max_model_len=max_model_len,
-            block_size=self.config.cache.block_size,
-            sampling=sampling,
-        )
+        processors = build_logits_processors(model.logits_processors, self.config, self.device)
+        with allocating(f"max_num_seqs={max_num_reqs}", f"max_model_len={max_model_len}"):
+            num_bytes, total = 4 * max_num_reqs * max_model_len, total_bytes(torch.device("cpu"))
+            if num_bytes > total:  # before lists of that length are made
+                raise MemoryError(f"the batch's tokens take {num_bytes} bytes, of {total}")
+            batch = InputBatch(
+                max_num_reqs=max_num_reqs,
+                max_model_len=max_model_len,
+                block_size=self.config.cache.block_size,
+                sampling=SamplingState(
+                    max_num_reqs=max_num_reqs,
+                    vocab_size=vocab_size,
+                    device=self.device,
+                    logits_processors=processors,
+                ),
+            )
         self.runner = ModelRunner(
             self._model,
             self.attention,
@@ -112,8 +131,14 @@ class Worker:
         CPU: `gpu_memory_utilization` (default 0.25) of the memory that is then still available.
         GPU: `gpu_memory_utilization` (default 0.9) of the device, less what is in use at the peak.
         """
-        with PeakMemory(self.device) as memory:
-            self._run_largest_batch()
+        seqs, tokens = self.config.scheduler.max_num_seqs, self._max_num_batched_tokens
+        with (
+            PeakMemory(self.device) as memory,
+            allocating(f"max_num_seqs={seqs}", f"max_num_batched_tokens={tokens}"),
+        ):
+            cache_bytes = self._run_largest_batch()
+        self._used_before_bytes = memory.used_before_bytes
+        self._activation_bytes = max(0, memory.peak_bytes - cache_bytes)
         cache = self.config.cache
         explicit, share = cache.kv_cache_memory_bytes, cache.gpu_memory_utilization
         free = available_bytes(self.device)
@@ -133,10 +158,37 @@ class Worker:
         )
         return budget
 
+    def memory_bytes(self) -> dict[str, int]:
+        """Memory by component, as `EngineCoreReadyResponse` defines it; once the cache is there."""
+        assert self.runner is not None, "build_runner() comes first"
+        weights = model_bytes(self._model)
+        return {
+            "weights": weights,
+            "kv_cache": sum(cache.nbytes for cache in self.runner.kv_caches),
+            "graphs": 0,
+            "activations": self._activation_bytes,
+            "other": max(0, self._used_before_bytes - weights),
+        }
+
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV tensors, one per layer."""
         assert self.runner is not None, "build_runner() comes first"
-        self.runner.kv_caches = self._allocate(num_blocks)
+        cache = self.config.cache
+        name = "kv_cache_memory_bytes"
+        if cache.num_gpu_blocks_override is not None:
+            name = "num_gpu_blocks_override"
+        setting = f"{name}={getattr(cache, name)}"
+        num_bytes, total = (
+            num_blocks * self.get_kv_cache_spec().block_bytes,
+            total_bytes(self.device),
+        )
+        if num_bytes > total:
+            raise ConfigError(
+                f"{setting} makes a KV cache of {num_bytes / 2**30:.1f} GiB, and the device has "
+                f"{total / 2**30:.1f} GiB of memory. Lower it, or leave it out."
+            )
+        with allocating(setting):
+            self.runner.kv_caches = self._allocate(num_blocks)
 
     def warm_up(self) -> None:
         """Run a small decode batch, so that the first request pays for no lazy initialisation."""
@@ -151,7 +203,58 @@ class Worker:
     def sample_tokens(self) -> ModelRunnerOutput:
         """Sample from the step that was launched."""
         assert self.runner is not None
-        return self.runner.sample_tokens()
+        output = self.runner.sample_tokens()
+        if self._profiler is not None:
+            self._profiler.step()
+        return output
+
+    # -- profiling -------------------------------------------------------------------------------
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether there ever was a torch profile."""
+        return self._profiler is not None
+
+    def start_profile(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Profile from the next step on, with `ProfileOptions`; returns the status.
+
+        Raises:
+            ProfilerError: one is running already, or the folder cannot be written to.
+        """
+        assert self.runner is not None
+        if self._profiler is None:
+            self._profiler = TorchProfiler(self.obs, rank=0, world_size=1, backend=self.device.type)
+            self.runner.obs = self._profiler.obs
+        try:
+            self._profiler.start(msgspec.convert(options, ProfileOptions))
+        except ProfileError as error:
+            raise ProfilerError(str(error)) from error
+        return self.profile_status()
+
+    def stop_profile(self) -> dict[str, Any]:
+        """End the profile, whose file is then written while steps go on; returns the status.
+
+        Raises:
+            ProfilerError: none is running.
+        """
+        if self._profiler is None:
+            raise ProfilerError("no profile is running (there has been none); start one")
+        try:
+            self._profiler.stop()
+        except ProfileError as error:
+            raise ProfilerError(str(error)) from error
+        return self.profile_status()
+
+    def profile_status(self) -> dict[str, Any]:
+        """The `ProfileStatus` of the last profile."""
+        status = ProfileStatus() if self._profiler is None else self._profiler.status()
+        return msgspec.to_builtins(status)
+
+    def finish_profile(self, timeout_s: float) -> bool:
+        """End a running profile and wait for its file; False on time-out."""
+        return self._profiler is None or self._profiler.close(timeout_s)
+
+    # -- inside ----------------------------------------------------------------------------------
 
     def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
         size = self.config.cache.block_size
@@ -164,8 +267,11 @@ class Worker:
             for layer in self._model.attention_layers
         ]
 
-    def _run_largest_batch(self) -> None:
-        """Forward the most tokens and sequences that a step can hold, over a throw-away cache."""
+    def _run_largest_batch(self) -> int:
+        """Forward the most tokens and sequences that a step can hold, over a throw-away cache.
+
+        Returns the bytes of that cache.
+        """
         assert self.runner is not None
         size, budget = self.config.cache.block_size, self._max_num_batched_tokens
         num_seqs = min(self.config.scheduler.max_num_seqs, budget)
@@ -174,7 +280,9 @@ class Worker:
         layout = _layout(lengths, lengths, size)
         self.runner.kv_caches = self._allocate(int(layout.block_table.max()) + 1)
         self.runner.dummy_run(layout)
+        num_bytes = sum(cache.nbytes for cache in self.runner.kv_caches)
         self.runner.kv_caches = []
+        return num_bytes
 
 
 def _layout(query_lens: list[int], seq_lens: list[int], block_size: int) -> BatchLayout:

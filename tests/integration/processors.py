@@ -79,6 +79,30 @@ class RepeatPrompt(AdapterLogitsProcessor):
         return process
 
 
+class FailsAfter(AdapterLogitsProcessor):
+    """Fails a request that brings `fails_after` in its extra_args, after that many output tokens;
+    by its `how`: raises, or returns None, or another width."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        extra = params.extra_args or {}
+        if "fails_after" not in extra:
+            return None
+        after, how = extra["fails_after"], extra["how"]
+
+        def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if len(output_ids) < after:
+                return logits
+            logits[0] = torch.nan
+            if how == "raises":
+                raise ZeroDivisionError("this request's callable raises")
+            return None if how == "none" else logits[:1]  # type: ignore[return-value]
+
+        return process
+
+
 class Raises(EvenTokensOnly):
     """Has a defect."""
 

@@ -121,7 +121,11 @@ def script(body: str, *, model: Path, by_stdin: bool = False) -> Iterator[Script
 
 def socket_folders(folder: Path) -> list[Path]:
     """The engines' private folders below a temporary folder."""
-    return list(folder.glob("isinglass-*"))
+    return [
+        path
+        for path in folder.glob("isinglass-*")
+        if not path.name.startswith("isinglass-flight")  # records that are meant to stay
+    ]
 
 
 def is_running(pid: int) -> bool:

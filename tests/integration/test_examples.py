@@ -1,4 +1,4 @@
-"""Every example and every code block of the README runs."""
+"""Every example and every code block of the README and of the guide runs."""
 
 import re
 import subprocess
@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("[0-9]*.py"))
 README = (ROOT / "README.md").read_text()
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+GUIDE = (ROOT / "docs" / "observability.md").read_text()
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL)
 SHELL_BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 
 
@@ -54,10 +55,12 @@ def test_readme_has_something_to_run() -> None:
 
 
 def test_benchmarks_end_with_one_json_document(tmp_path: Path) -> None:
-    """The tracing benchmark on a very short run: the other ones share its shape."""
+    """The benchmark of overhead on a very short run: the other ones share its shape."""
     import json
 
-    command = [sys.executable, str(ROOT / "benchmarks" / "tracing_cost.py")]
-    out = run([*command, "--pairs", "2", "--batches", "1", "--tokens", "3"], tmp_path)
+    command = [sys.executable, str(ROOT / "benchmarks" / "overhead.py")]
+    out = run([*command, "--rounds", "2", "--batches", "1", "--tokens", "3"], tmp_path)
     document = json.loads(out.strip().splitlines()[-1])
+    assert document["batch_1"]["prometheus_ratio"] > 0
     assert document["batch_1"]["everything_ratio"] > 0
+    assert document["in_line_us_per_step"] > 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -22,6 +23,7 @@ from engine import (
     EngineDeadError,
     EngineStartError,
     IsinglassError,
+    LogitsProcessorError,
     ModelNotFoundError,
     SamplingParams,
     TokenizerError,
@@ -91,7 +93,7 @@ def test_death_of_the_core_during_generation(long_llama: Path, temporary: Path) 
         metric.value
         for metric in llm.get_metrics()
         if metric.name == "isinglass_requests_finished_total"
-        and metric.labels == {"finish_reason": "error"}
+        and metric.labels["finish_reason"] == "error"
     ]
     assert errors == [3]
     llm.shutdown()
@@ -142,7 +144,145 @@ def test_an_error_in_a_step_tells_its_cause(tiny_llama: Path, temporary: Path) -
             llm.generate([[5, 6]], LONG.clone(max_tokens=5), use_tqdm=False)
         assert "this processor always raises" in "".join(caught.value.__notes__)
         assert caught.value.exit_code == 1
+        assert isinstance(caught.value.__cause__, LogitsProcessorError)
+        assert "logits processor Raises: apply raised ZeroDivision" in str(caught.value.__cause__)
+        with pytest.raises(EngineDeadError, match="logits processor Raises: apply raised"):
+            llm.generate([[5, 6]], LONG, use_tqdm=False)
     assert not children_of_this_process()
+
+
+@pytest.mark.parametrize("how", ["raises", "none", "width"])
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_request_fails_alone_in_its_logits_processor(
+    how: str, async_scheduling: bool, tiny_llama: Path
+) -> None:
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9], list(range(3, 40)), [11]]
+    each = [params.clone(seed=seed) for seed in range(4)]
+    faulty = list(each)
+    faulty[1] = each[1].clone(extra_args={"fails_after": 4, "how": how})
+    faulty[2] = each[2].clone(extra_args={"fails_after": 0, "how": how}, n=2)
+    settings = SMALL | {"max_num_seqs": 3, "async_scheduling": async_scheduling}
+    processor = "tests.integration.processors:FailsAfter"
+    with LLM(
+        tiny_llama, skip_tokenizer_init=True, logits_processors=[processor], **settings
+    ) as llm:
+        expected = llm.generate(prompts, each, use_tqdm=False)
+        outputs = llm.generate(prompts, faulty, use_tqdm=False)
+        for index in (0, 3):
+            assert outputs[index].error is None
+            assert outputs[index].outputs[0].token_ids == expected[index].outputs[0].token_ids
+        for index, num_tokens in ((1, 4), (2, 0)):
+            assert outputs[index].finished
+            assert "logits processor FailsAfter: the request's callable r" in outputs[index].error
+            for completion in outputs[index].outputs:
+                assert completion.finish_reason == "error"
+                assert len(completion.token_ids) == num_tokens
+        assert outputs[1].outputs[0].token_ids == expected[1].outputs[0].token_ids[:4]
+        again = llm.generate(prompts, each, use_tqdm=False)
+        assert [one.outputs[0].token_ids for one in again] == [
+            one.outputs[0].token_ids for one in expected
+        ]
+        assert llm.llm_engine.call_utility("check_integrity") is True
+
+
+def test_a_message_that_cannot_be_read_ends_only_its_own_request(tiny_llama: Path) -> None:
+    with LLM(tiny_llama, skip_tokenizer_init=True, **SMALL) as llm:
+        expected = llm.generate([[5, 6, 7]], LONG.clone(max_tokens=200), use_tqdm=False)
+        engine = llm.llm_engine
+        client = engine.engine_core
+        nested = msgspec.Raw(b"\x91" * 3000 + b"\x90")
+        engine.add_request("good", [5, 6, 7], LONG.clone(max_tokens=200))
+        with pytest.MonkeyPatch.context() as patch:
+            # What no check in the caller has caught, whatever that may be.
+            patch.setattr("engine.types.sampling.check_extra_args", lambda value: None)
+            patch.setattr("engine.types.sampling.copied", lambda value: value)
+            engine.add_request("deep", [5], LONG.clone(extra_args={"a": nested}))
+        for code, frame in [
+            (b"\x00", b"\xff"),
+            (b"\x00", b""),
+            (b"\x02", b"\x01"),
+            (b"\x7f", b"\x90"),
+            (b"\x10", b"\x90"),
+            (b"", b""),
+        ]:
+            client._core.input.send_multipart([b"0", code, frame])
+        with pytest.raises(IsinglassError, match="could not read the message"):
+            client.call_utility(5)  # type: ignore[arg-type]
+        finished = {}
+        while engine.has_unfinished_requests():
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+        assert finished["deep"].outputs[0].finish_reason == "error"
+        assert "could not read the message: RecursionError" in finished["deep"].error
+        tokens = [finished["good"].outputs[0].token_ids, expected[0].outputs[0].token_ids]
+        assert tokens[0] == tokens[1]
+
+
+def test_a_second_ctrl_c_while_the_core_boots(tiny_llama: Path) -> None:
+    body = "import threading\nthreading.Timer(0.5, say, ['now']).start()\nstart()"
+    with script(body, model=tiny_llama) as running:
+        running.wait_for("now")
+        wait_until(lambda: socket_folders(running.folder), 10, "no core is being started")
+        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
+        running.core_pid = int(children.read_text().split()[0])
+        began = time.monotonic()
+        for _ in range(3):
+            running.interrupt()
+            time.sleep(0.03)
+        code, _, _ = running.finish()
+        assert code == -signal.SIGINT
+        assert time.monotonic() - began < 3.0
+        running.assert_nothing_left()
+
+
+def test_a_ctrl_c_while_the_core_is_being_stopped(long_llama: Path) -> None:
+    """The core is stopped (SIGSTOP), so that it does not answer to being asked."""
+    body = """
+import os, signal, threading, time
+llm = start()
+os.kill(llm.llm_engine.engine_core.core_pid, signal.SIGSTOP)
+threading.Timer(0.5, say, ["stopping"]).start()
+try:
+    llm.shutdown()
+except KeyboardInterrupt:
+    say("caught")
+llm.shutdown()
+say("left", os.listdir(os.environ["TMPDIR"]))
+"""
+    with script(body, model=long_llama) as running:
+        running.wait_for("stopping")
+        began = time.monotonic()
+        running.interrupt()
+        running.wait_for("caught")
+        assert "isinglass-" not in running.wait_for("left")
+        assert time.monotonic() - began < 3.0
+        assert running.finish()[0] == 0
+        running.assert_nothing_left()
+
+
+@pytest.mark.parametrize("num_free", [1, 4, 8, 12])
+def test_too_few_file_descriptors(num_free: int, tiny_llama: Path) -> None:
+    body = f"""
+import os, resource
+import engine.transport.mp_client, engine.frontend.llm_engine
+from engine import EngineStartError
+used = len(os.listdir("/proc/self/fd"))
+before = sorted(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + {num_free}, 1 << 12))
+try:
+    start()
+except EngineStartError as error:
+    say("refused", "Too many open files" in str(error) and "ulimit -n" in str(error))
+say("as before", sorted(os.listdir("/proc/self/fd")) == before)
+resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 12, 1 << 12))
+say("tokens", *generate(start()))
+"""
+    with script(body, model=tiny_llama) as running:
+        assert running.wait_for("refused") == "True"
+        assert running.wait_for("as") == "before True"
+        assert len(running.wait_for("tokens").split()) == 5
+        running.finish()
+        running.assert_nothing_left()
 
 
 def test_death_of_the_caller(long_llama: Path) -> None:

@@ -68,6 +68,35 @@ def distribution(
     return [probabilities[i] / reached if i in nucleus else 0.0 for i in range(len(row))]
 
 
+def mix(number: int) -> int:
+    """SplitMix64's finaliser, in Python integers."""
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) % 2**64
+    return number ^ (number >> 31)
+
+
+def noise(seed: int, position: int, index: int) -> float:
+    """Exponential noise of one index at one output position."""
+    gamma = 0x9E3779B97F4A7C15
+    key = mix((mix(seed % 2**64) + (position + 1) * gamma) % 2**64)
+    return -math.log(((mix((key + (index + 1) * gamma) % 2**64) >> 12) + 0.5) / 2**52)
+
+
+def drawn(probabilities: list[float], seed: int, position: int) -> tuple[int, float]:
+    """The token drawn from a distribution, and by how much the runner-up lost (0: a draw)."""
+    sums = [sum(probabilities[begin : begin + 128]) for begin in range(0, len(probabilities), 128)]
+    races = [x / noise(seed, position, 2**32 + number) for number, x in enumerate(sums)]
+    block = races.index(max(races))
+    ids = range(128 * block, min(128 * block + 128, len(probabilities)))
+    race = {i: probabilities[i] / noise(seed, position, i) for i in ids}
+    token = max(race, key=race.__getitem__)
+    margin = 1.0
+    for quotients in (sorted(races), sorted(race.values())):
+        if len(quotients) > 1:
+            margin = min(margin, 1 - quotients[-2] / quotients[-1])
+    return token, margin
+
+
 def log_softmax(logits: list[float]) -> list[float]:
     """Log-probabilities of one row."""
     largest = max(logits)

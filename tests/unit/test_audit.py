@@ -53,6 +53,15 @@ def test_what_an_option_needs_makes_it_count() -> None:
     assert disabled["otlp_traces_endpoint"] is AuditState.WITHOUT_EFFECT
 
 
+def test_a_variable_that_cannot_be_used_is_named() -> None:
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4317",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json",
+    }
+    [line] = without_effect(audit(ObservabilityConfig(), environment=environment))
+    assert "http/json" in line.detail
+
+
 def test_hooks_of_the_environment_are_named() -> None:
     lines = audit(ObservabilityConfig(), environment={"ISINGLASS_HOOKS": "gc"})
     [hooks] = [line for line in lines if line.option == "ISINGLASS_HOOKS"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.types.codec import MessageDecoder, MessageEncoder
+from engine.types.codec import MessageDecoder, MessageEncoder, leading_item
 from engine.types.logprobs import LogprobsLists
 from engine.types.messages import (
     CoreTimes,
@@ -270,6 +270,31 @@ def test_random_damage_never_raises_anything_else() -> None:
         except msgspec.DecodeError:
             failures += 1
     assert failures > 200
+
+
+@pytest.mark.parametrize(
+    "item", ["", "a", "request-0" * 3, "x" * 31, "x" * 32, "é" * 200, "y" * 300, "z" * 60_000]
+)
+@pytest.mark.parametrize("num_items", [0, 8, 20, 70_000])
+def test_the_leading_item_is_found_in_a_broken_message(item: str, num_items: int) -> None:
+    frame = msgspec.msgpack.encode([item, *range(num_items)])
+    end = len(msgspec.msgpack.encode(item)) + {0: 1, 8: 1, 20: 3, 70_000: 5}[num_items]
+    for broken in (frame, frame[:end], frame[:end] + b"\xc1\xff"):
+        assert leading_item(broken) == item
+        assert leading_item(memoryview(broken)) == item
+    if item:
+        assert leading_item(frame[: end - 1]) is None
+
+
+def test_the_leading_item_is_text_or_a_natural_number() -> None:
+    for number in (0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, 2**64 - 1):
+        frame = msgspec.msgpack.encode([number, "x"])
+        assert leading_item(frame) == number
+        assert leading_item(frame[:1]) is None
+    for other in (None, 5, "text", {}, [], [None], [-1], [1.5], [[1]], [b"x"], [True], {"a": 1}):
+        assert leading_item(msgspec.msgpack.encode(other)) is None
+    for frame in (b"", b"\x91", b"\x91\xa2\xff\xff", b"\xdd", b"\xdc\x00", b"\x91\xdb\xff\xff"):
+        assert leading_item(frame) is None
 
 
 class Evil:

@@ -22,6 +22,7 @@ from instrumentation import (
     Phase,
     RequestTimeline,
     Role,
+    SinkName,
     StartupPhase,
     StepRecord,
     ThreadName,
@@ -29,6 +30,7 @@ from instrumentation import (
 )
 from instrumentation.api import Span
 from instrumentation.drain import Drain
+from instrumentation.flight import FlightRecorder
 from instrumentation.journal import read_journal
 from instrumentation.live import LiveInstrument
 from instrumentation.names import EVENTS, PHASES, STARTUP_PHASES
@@ -37,10 +39,13 @@ from instrumentation.ring import Ring
 from instrumentation.setup import setup
 from instrumentation.sinks import Sink
 from instrumentation.testing import FakeClock, Recorder
+from instrumentation.throttle import Throttle
 
 
 class MemorySink:
     """Keeps what it is given; fails when told to."""
+
+    name = SinkName.OPENTELEMETRY
 
     def __init__(self) -> None:
         self.threads: dict[int, str] = {}
@@ -405,11 +410,183 @@ def test_stuck_sink_neither_blocks_the_step_nor_the_close(
         release.set()
 
 
+def test_errors_and_drops_are_kept_by_sink() -> None:
+    bad, good = MemorySink(), MemorySink()
+    bad.failing.add("write")
+    good.name = SinkName.PROMETHEUS
+    drain = Drain([bad, good], interval_s=3600)
+    obs = LiveInstrument(ThreadName.CORE_LOOP, drain=drain)
+    for step in range(4):
+        obs.step(a_step(step))
+        assert obs.flush()
+    obs.telemetry_failed(SinkName.CONSOLE, ValueError("no"))
+    obs.telemetry_failed(SinkName.CONSOLE, ValueError("no"))
+    assert obs.telemetry_errors() == {"opentelemetry": 1, "console": 2}
+    assert drain.drops == {SinkName.OPENTELEMETRY: 4}
+    for _ in range(8192 + 3):
+        obs.event(Event.ABORT)
+    assert obs.telemetry_drops() == {"opentelemetry": 4, "ring": 3}
+    assert obs.num_drops() == 7
+    assert obs.flush()
+    record = a_step()
+    obs.step(record)
+    assert record.telemetry_errors == (SinkName.OPENTELEMETRY, 1, SinkName.CONSOLE, 2)
+    obs.close()
+
+
+def test_ranges_that_fail_are_left_out_and_nobody_notices() -> None:
+    class BadRanges:
+        num_calls = 0
+
+        def prepare(self, name: str) -> str:
+            return name
+
+        def push(self, handle: str) -> None:
+            self.num_calls += 1
+            if self.num_calls > 2:
+                raise OSError("the tool is gone")
+
+        def pop(self) -> None:
+            return None
+
+    ranges = BadRanges()
+    obs = LiveInstrument(ThreadName.CORE_LOOP)
+    obs.set_ranges(ranges)
+    record = a_step()
+    for _ in range(3):
+        through_one_step(obs, record)
+    assert ranges.num_calls == 3
+    assert obs.telemetry_errors() == {"nvtx": 1}
+    assert len(record.phases) == 3 * 6
+
+
+# Recording, begun and ended while the engine runs.
+
+
+def test_recording_can_be_begun_and_ended_any_number_of_times(tmp_path: Path) -> None:
+    obs = setup(ObservabilityConfig(), role=Role.CORE)
+    worker = obs.for_thread(ThreadName.WORKER)
+    for number in range(20_000):
+        obs.event(Event.RESUME, value=number)
+        with worker.decode:
+            pass
+    assert obs.num_drops() == 0, "what nobody records cannot be lost"
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        assert obs.start_recording(str(folder))
+        assert not obs.start_recording(str(tmp_path / "other")), "one at a time"
+        obs.step(a_step(attempt))
+        worker.worker_step(WorkerStepRecord(step=attempt, begin_ns=1, end_ns=2))
+        with worker.decode:
+            pass
+        assert obs.stop_recording()
+        assert not obs.stop_recording()
+        obs._ring.append(a_step(99))  # left by a thread that did not know yet
+        [path] = folder.iterdir()
+        frames = read_journal(path).frames
+        assert [record.step for _, record in frames if isinstance(record, StepRecord)] == [attempt]
+        assert [type(record).__name__ for thread, record in frames if thread == 1] == [
+            *("ThreadStarted", "WorkerStepRecord", "Spans")
+        ]
+    assert not (tmp_path / "other").exists()
+    obs.close()
+    assert not obs.start_recording(str(tmp_path / "late"))
+    assert not (tmp_path / "late").exists()
+
+
+def test_a_recording_that_cannot_begin_raises_and_changes_nothing(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    obs = setup(ObservabilityConfig(), role=Role.CORE)
+    with pytest.raises(OSError, match="file"):
+        obs.start_recording(str(blocked))
+    assert not obs.stop_recording()
+    assert obs.start_recording(str(tmp_path / "run"))
+    obs.close()
+    assert not NULL.start_recording(str(tmp_path / "null"))
+
+
+def test_a_recording_that_failed_can_be_ended_and_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obs = setup(ObservabilityConfig(), role=Role.CORE, run_dir=str(tmp_path / "1"))
+    with monkeypatch.context() as patch:
+        patch.setattr("instrumentation.journal.os.write", lambda *_: 1 // 0)
+        obs.step(a_step(1))
+        assert obs.flush()
+    for step in range(2, 5):
+        obs.step(a_step(step))
+        assert obs.flush()
+    assert obs.num_drops() == 3, "what it missed since"
+    obs.stop_recording()
+    obs.step(a_step(5))
+    assert obs.flush()
+    assert obs.num_drops() == 3, "it is no longer missed"
+    assert obs.start_recording(str(tmp_path / "2"))
+    obs.step(a_step(6))
+    obs.close()
+    [path] = (tmp_path / "2").iterdir()
+    frames = read_journal(path).frames
+    assert [record.step for _, record in frames if isinstance(record, StepRecord)] == [6]
+
+
+# The price, watched.
+
+
+def test_throttle_rises_with_the_share_and_falls_when_calm() -> None:
+    changes: list[tuple[int, float]] = []
+    throttle = Throttle(
+        0.05, max_level=2, apply=lambda *change: changes.append(change), window_ns=100
+    )
+    readings = [(0, 0), (50, 40), (100, 10), (200, 20), (300, 30), (400, 34), (500, 36), (600, 38)]
+    for now_ns, processor_ns in readings:
+        throttle.observe(now_ns, processor_ns)
+    assert changes == [(1, 0.1), (2, 0.1), (1, 0.02), (0, 0.02)]
+    assert throttle.level == 0
+
+
+def test_levels_of_the_throttle_leave_out_loose_spans_then_phases() -> None:
+    sink = MemorySink()
+    recorder = FlightRecorder(8, role=Role.CORE)
+    drain = Drain([sink], interval_s=3600)
+    obs = LiveInstrument(ThreadName.CORE_LOOP, drain=drain, recorder=recorder)
+    seen = []
+    for level in (0, 1, 2, 1, 0):
+        obs.process.apply_level(level, 0.1)
+        sink.records.clear()
+        with obs.decode:
+            pass
+        record = a_step(level)
+        through_one_step(obs, record)
+        assert obs.flush()
+        kinds = [type(one).__name__ for _, one in sink.records]
+        seen.append(("Spans" in kinds, bool(record.phases)))
+        assert "StepRecord" in kinds, "steps are never left out"
+        assert "EventRecord" in kinds, "the change is on record"
+    assert seen == [(True, True), (False, True), (False, False), (False, True), (True, True)]
+    assert obs.phase_totals_ns()["decode"] > 0, "the metrics keep their totals"
+    assert [event.value for event in recorder.events] == [0, 1, 2, 1, 0]
+    obs.close()
+
+
+def test_the_drain_thread_tells_its_processor_time(tmp_path: Path) -> None:
+    obs = setup(ObservabilityConfig(), role=Role.CORE, run_dir=str(tmp_path))
+    deadline = time.monotonic() + 10
+    while not obs.telemetry_ns() and time.monotonic() < deadline:
+        obs.event(Event.RESUME)
+        time.sleep(0.01)
+    record = a_step()
+    obs.step(record)
+    assert 0 < record.telemetry_ns <= obs.telemetry_ns()
+    obs.close()
+
+
 # Setting up.
 
 
 def test_setup_chooses_by_config(tmp_path: Path) -> None:
-    assert setup(ObservabilityConfig(disable_log_stats=True), role=Role.CORE) is NULL
+    nothing = ObservabilityConfig(disable_log_stats=True, flight_recorder_steps=0)
+    assert setup(nothing, role=Role.CORE) is NULL
     assert setup(ObservabilityConfig(), role=Role.CORE).enabled
     with pytest.raises(ValueError, match="must be one of"):
         setup(ObservabilityConfig(), role="frontend")

@@ -15,6 +15,7 @@ from instrumentation import (
     AdmissionStop,
     Event,
     GraphMode,
+    Instrument,
     ObservabilityConfig,
     Preemption,
     RequestArrived,
@@ -36,6 +37,8 @@ from instrumentation.records import (
     ThreadStarted,
 )
 from instrumentation.setup import setup
+from instrumentation.testing import FakeClock
+from traces.journal_reader import read_run
 
 
 def some_records(seed: int) -> list[tuple[int, Record]]:
@@ -246,3 +249,103 @@ def test_journals_of_older_versions_stay_readable() -> None:
     assert isinstance(record, StepRecord)
     assert record.step == 3
     assert record.scheduled == ()
+
+
+# Bounds and ring mode.
+
+
+def write_steps(obs: Instrument, numbers: range) -> None:
+    for number in numbers:
+        obs.step(StepRecord(step=number, begin_ns=number, end_ns=number + 1))
+        if number % 50 == 0:
+            assert obs.flush()
+    assert obs.flush()
+
+
+def test_a_recording_ends_at_its_size_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = 1 << 16
+    obs = setup(
+        ObservabilityConfig(trace_max_bytes=limit, flight_recorder_steps=0),
+        role=Role.CORE,
+        run_dir=str(tmp_path),
+    )
+    write_steps(obs, range(5000))
+    [path] = tmp_path.iterdir()
+    assert limit <= path.stat().st_size < limit + 1000
+    run = read_run(tmp_path)
+    steps = [step.step for step in run.steps]
+    assert steps == list(range(len(steps)))
+    assert 100 < len(steps) < 5000
+    [event] = run.events
+    assert event.kind is Event.RECORDING_ENDED
+    assert event.value >= limit
+    assert "trace_max_bytes" in caplog.text
+    assert obs.num_drops() == 0, "an end that was asked for is no loss"
+    assert obs.telemetry_errors() == {}
+    assert not obs.stop_recording()
+    assert obs.start_recording(str(tmp_path)), "the next one may begin"
+    write_steps(obs, range(5))
+    obs.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_ring_mode_keeps_the_last_seconds_and_reads_as_one_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock(now_ns=10**12)
+    monkeypatch.setattr("instrumentation.sinks.time.monotonic_ns", clock)
+    obs = setup(ObservabilityConfig(trace_ring_s=4), role=Role.CORE, run_dir=str(tmp_path))
+    obs.request_arrived(1, "long", arrival_ns=1, num_prompt_tokens=7)
+    obs.request_arrived(2, "short", arrival_ns=1, num_prompt_tokens=7)
+    obs.request_arrived(3, "given up", arrival_ns=1, num_prompt_tokens=7)
+    obs.step(StepRecord(step=0, begin_ns=clock.now_ns, end_ns=clock.now_ns + 1, finished=(2,)))
+    obs.event(Event.ABORT, "given up")
+    worker = obs.for_thread("worker")
+    for step in range(1, 401):
+        clock.advance(50_000_000)
+        obs.step(StepRecord(step=step, begin_ns=clock.now_ns, end_ns=clock.now_ns + 1))
+        worker.worker_step(WorkerStepRecord(step=step, begin_ns=clock.now_ns, end_ns=clock.now_ns))
+        assert obs.flush()
+        assert len(list(tmp_path.iterdir())) <= 6
+    run = read_run(tmp_path)
+    [process] = run.processes
+    assert [thread.name for thread in process.threads] == ["core loop", "worker"]
+    steps = [step.step for step in run.steps]
+    assert steps == list(range(steps[0], 401))
+    kept_s = (401 - steps[0]) * 0.05
+    assert 4 <= kept_s <= 6.5
+    # Threads are written one after the other, so a file may begin between them.
+    assert abs(len(run.worker_steps) - len(steps)) <= 1
+    assert [arrival.request_id for arrival in run.arrivals] == ["long"]
+    assert not process.is_truncated
+    assert len({id(thread) for thread in process.threads}) == 2
+    obs.close()
+
+
+def test_ring_mode_is_bounded_by_size_too(tmp_path: Path) -> None:
+    limit = 1 << 16
+    obs = setup(
+        ObservabilityConfig(trace_ring_s=3600, trace_max_bytes=limit),
+        role=Role.CORE,
+        run_dir=str(tmp_path),
+    )
+    write_steps(obs, range(5000))
+    obs.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < limit + 8192
+    steps = [step.step for step in read_run(tmp_path).steps]
+    assert steps == list(range(steps[0], 5000))
+    assert len(steps) > 100
+
+
+def test_two_ring_recordings_of_a_process_stay_apart(tmp_path: Path) -> None:
+    for begin in (0, 100):
+        obs = setup(ObservabilityConfig(trace_ring_s=60), role=Role.CORE, run_dir=str(tmp_path))
+        write_steps(obs, range(begin, begin + 10))
+        obs.close()
+    run = read_run(tmp_path)
+    assert sorted([step.step for step in one.of_type(StepRecord)] for one in run.processes) == [
+        list(range(10)),
+        list(range(100, 110)),
+    ]

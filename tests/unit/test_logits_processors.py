@@ -1,12 +1,15 @@
 """Logits processors: what they are told about the batch, when they run, and how they are found."""
 
+import re
+import sys
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, LogitsProcessorError
 from engine.types.sampling import SamplingParams
 from engine.worker.builtin_processors import MinTokensLogitsProcessor
 from engine.worker.logits_processor import (
@@ -16,6 +19,7 @@ from engine.worker.logits_processor import (
     MoveDirectionality,
     load_logits_processors,
 )
+from engine.worker.processor_guard import build_logits_processors
 from engine.worker.sampler import Sampler
 from engine.worker.sampling_state import SamplingState
 
@@ -277,8 +281,6 @@ class Adapter(AdapterLogitsProcessor):
                 return logits
 
             return in_place
-        if kind == "wrong":
-            return lambda logits: logits
         return None
 
 
@@ -303,11 +305,160 @@ def test_adapter_binds_each_callable_to_its_request():
             batch.rows[row][2].append(token_id)
 
 
-def test_adapter_refuses_other_signatures():
-    batch = Batch(Adapter(None, CPU, False))
-    batch.add(0, extra_args={"kind": "wrong"})
-    with pytest.raises(TypeError, match="1 arguments"):
+class Faulty(AdapterLogitsProcessor):
+    """Does what a request's `fault` says, from its third output token on."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params):
+        fault = (params.extra_args or {}).get("fault")
+        if fault == "no callable":
+            raise KeyError("made in vain")
+        if fault == "one argument":
+            return lambda logits: logits
+        if fault == "not callable":
+            return 5
+        results = {
+            "none": lambda logits: None,
+            "number": lambda logits: 1.0,
+            "batch": lambda logits: logits[None],
+            "short": lambda logits: logits[:1],
+            "scalar": lambda logits: logits.sum(),
+            "double": lambda logits: logits.double(),
+            "half": lambda logits: logits.half(),
+            "meta": lambda logits: logits.to("meta"),
+            "raises": lambda logits: logits[0] / (1 // 0),
+            "exits": lambda logits: sys.exit(3),
+        }
+        if fault is None:
+            return None
+
+        def process(output_ids, logits):
+            logits[3] = 1e6
+            return logits if len(output_ids) < 2 else results[fault](logits)
+
+        return process
+
+
+@pytest.mark.parametrize(
+    ("fault", "first_step", "message"),
+    [
+        ("no callable", 0, r"raised KeyError: 'made in vain' \(.*test_logits_processors.py:\d+\)"),
+        ("one argument", 0, "callable of .* got one of 1 arguments"),
+        ("not callable", 0, "raised TypeError"),
+        ("none", 2, r"returned None; it must return .* float32 \[16\] on cpu"),
+        ("number", 2, "returned a float"),
+        ("batch", 2, r"returned a tensor of float32 \[1, 16\] on cpu"),
+        ("short", 2, r"float32 \[1\] on cpu"),
+        ("scalar", 2, r"float32 \[\] on cpu"),
+        ("double", 2, r"float64 \[16\] on cpu"),
+        ("half", 2, r"float16 \[16\] on cpu"),
+        ("meta", 2, r"float32 \[16\] on meta"),
+        ("raises", 2, "raised ZeroDivisionError"),
+        ("exits", 2, "raised SystemExit: 3"),
+    ],
+)
+def test_a_request_fails_alone_in_its_own_callable(fault, first_step, message):
+    def run(with_fault: bool) -> tuple[list[list[int]], list[dict[int, str]]]:
+        batch = Batch(Faulty(None, CPU, False), Adapter(None, CPU, False))
+        batch.add(0, temperature=0.7)
+        batch.add(1, extra_args={"fault": fault} if with_fault else None)
+        batch.add(2, extra_args={"kind": "two"})
+        generator = torch.Generator().manual_seed(4)
+        sampled, failures = [], []
+        for _ in range(5):
+            logits = torch.randn(3, VOCAB_SIZE, generator=generator)
+            tokens = Sampler()(logits, batch.state.refresh(3)).sampled_token_ids.tolist()
+            failures.append(batch.state.take_failures())
+            sampled.append([tokens[0], tokens[2]])
+            for row, token_id in enumerate(tokens):
+                batch.rows[row][2].append(token_id)
+        return sampled, failures
+
+    others, failures = run(with_fault=True)
+    assert [bool(step) for step in failures] == [step == first_step for step in range(5)]
+    assert list(failures[first_step]) == [1]
+    reason = failures[first_step][1]
+    assert reason.startswith("logits processor Faulty: the request's callable ")
+    assert re.search(message, reason)
+    assert others == run(with_fault=False)[0]
+
+
+class BatchWide(LogitsProcessor):
+    """Does one thing wrong."""
+
+    def __init__(self, fault, *, invariant=False):
+        self.fault = fault
+        self.invariant = invariant
+
+    def is_argmax_invariant(self) -> bool:
+        if self.fault == "is_argmax_invariant":
+            raise OSError("no idea")
+        return self.invariant
+
+    def update_state(self, batch_update) -> None:
+        if self.fault == "update_state":
+            raise OSError("no state")
+
+    def apply(self, logits):
+        if self.fault == "in place":
+            logits.resize_(1, 1)
+        results = {
+            "apply": lambda: 1 // 0,
+            "none": lambda: None,
+            "rows": lambda: logits[:1],
+            "columns": lambda: logits[:, :-1],
+            "dtype": lambda: logits.double(),
+            "device": lambda: logits.to("meta"),
+        }
+        return results.get(self.fault, lambda: logits)()
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("is_argmax_invariant", "is_argmax_invariant raised OSError: no idea"),
+        ("update_state", "update_state raised OSError: no state"),
+        ("apply", "apply raised ZeroDivisionError"),
+        ("none", r"apply returned None; it must .* float32 \[2, 16\] on cpu"),
+        ("rows", r"apply returned a tensor of float32 \[1, 16\]"),
+        ("columns", r"apply returned a tensor of float32 \[2, 15\]"),
+        ("dtype", r"apply returned a tensor of float64 \[2, 16\]"),
+        ("device", r"apply returned a tensor of float32 \[2, 16\] on meta"),
+        ("in place", r"apply returned a tensor of float32 \[1, 1\] on cpu"),
+    ],
+)
+def test_a_batch_wide_failure_names_the_processor(fault, message, invariant):
+    def run() -> None:
+        batch = Batch(BatchWide(fault, invariant=invariant))
+        batch.add(0)
+        batch.add(1)
+        Sampler()(torch.zeros(2, VOCAB_SIZE), batch.state.refresh(2))
+
+    with pytest.raises(LogitsProcessorError, match="logits processor BatchWide: " + message):
+        run()
+
+
+def test_an_adapter_without_its_own_constructor_says_so():
+    class Forgetful(Adapter):
+        def __init__(self, config, device, is_pin_memory):
+            pass
+
+    batch = Batch(Forgetful(None, CPU, False))
+    batch.add(0)
+    with pytest.raises(LogitsProcessorError, match="Forgetful: update_state raised AttributeError"):
         batch.state.refresh(1)
+
+
+def test_a_constructor_that_raises_is_named():
+    class Unmade(Adapter):
+        def __init__(self, config, device, is_pin_memory):
+            raise OSError("no weights")
+
+    with pytest.raises(LogitsProcessorError, match="Unmade: its constructor raised OSError: no w"):
+        build_logits_processors([Unmade], None, CPU)
 
 
 def test_classes_and_names_are_resolved():

@@ -169,6 +169,7 @@ def test_requests_that_are_not_sampled_leave_no_exemplar() -> None:
     unsampled = TRACEPARENT.removesuffix("01") + "00"
     metrics.observe_request(RequestTimeline(request_id="a", traceparent=unsampled))
     metrics.observe_request(RequestTimeline(request_id="a"))
+    metrics.observe_request(RequestTimeline(request_id="a", traceparent="no trace context"))
     histograms = [metric for metric in metrics.snapshot() if isinstance(metric, Histogram)]
     assert not any(histogram.exemplars for histogram in histograms)
 

@@ -85,7 +85,7 @@ def test_importing_the_package_alone_imports_nothing_else() -> None:
         "import sys, engine\n"
         "print(sorted(m for m in sys.modules if m.startswith(('engine', 'instrumentation'))))\n"
     )
-    assert in_fresh_interpreter(code) == "['engine', 'engine.errors']"
+    assert in_fresh_interpreter(code) == "['engine', 'engine.errors', 'engine.version']"
 
 
 def test_the_version_is_a_plain_release_number() -> None:

@@ -10,6 +10,15 @@ import pytest
 from engine.errors import SamplingParamsError
 from engine.types.sampling import RequestOutputKind, SamplingParams
 
+
+def nested(depth: int) -> dict:
+    """A dictionary of lists, so deep."""
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return {"a": value}
+
+
 REJECTED = [
     ("n", 0, "from 1 to"),
     ("n", 100_000, "from 1 to"),
@@ -75,6 +84,23 @@ REJECTED = [
     ("extra_args", [1], "dictionary"),
     ("extra_args", {1: 2}, "string keys"),
     ("extra_args", {"a": object()}, "MessagePack"),
+    ("extra_args", {"a": msgspec.Raw(b"\x01")}, "MessagePack .* a Raw"),
+    ("extra_args", {"a": [msgspec.msgpack.Ext(5, b"x")]}, "MessagePack .* a Ext"),
+    ("extra_args", {"a": {"b": {1, 2}}}, "MessagePack .* a set"),
+    ("extra_args", {"a": np.float32(1)}, "MessagePack .* a float32"),
+    ("extra_args", {"a": np.zeros(2)}, "MessagePack .* a ndarray"),
+    ("extra_args", {"a": {(1, (2,)): 3}}, "nested deeper than 32"),
+    ("extra_args", {"a": "\udc80"}, "MessagePack"),
+    ("extra_args", nested(40), "nested deeper than 32"),
+    ("extra_args", nested(100_000), "nested deeper than 32"),
+    ("stop", ["a\ud800"], "lone surrogates"),
+    ("bad_words", ["\udfff"], "lone surrogates"),
+    ("bad_words_token_ids", [[]], "none of them empty"),
+    ("bad_words_token_ids", [[1], []], "none of them empty"),
+    ("bad_words_token_ids", 5, "list"),
+    ("bad_words_token_ids", [5], "lists of token ids"),
+    ("bad_words_token_ids", ["12"], "lists of token ids"),
+    ("bad_words_token_ids", [[1.5]], "lists of token ids"),
     ("extra_args", {"a": 2**70}, "MessagePack"),
     ("truncate_prompt_tokens", 0, "at least 1"),
 ]
@@ -85,6 +111,38 @@ def test_a_bad_value_is_named_with_what_is_allowed(name, value, allowed):
     with pytest.raises(SamplingParamsError, match=allowed) as caught:
         SamplingParams(**{name: value})
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("temprature", "'temperature'"), ("max_token", "'max_tokens'"), ("xyzzy", None)],
+)
+def test_an_unknown_parameter_gets_a_hint(name, hint):
+    for make in (SamplingParams, SamplingParams().clone):
+        with pytest.raises(SamplingParamsError, match=f"unknown sampling parameter '{name}'") as e:
+            make(**{name: 1})
+        assert ("Did you mean" in str(e.value)) == (hint is not None)
+        assert (hint or "") in str(e.value)
+
+
+def test_values_come_by_name():
+    with pytest.raises(SamplingParamsError, match=r"by name, such as temperature=0.8; got 0.5"):
+        SamplingParams(0.5)
+
+
+def test_what_is_put_into_extra_args_later_is_found_when_the_engine_copies():
+    params = SamplingParams(extra_args={"a": 1})
+    for bad in (params.extra_args, object(), nested(50_000)):
+        params.extra_args["a"] = bad
+        with pytest.raises(SamplingParamsError, match="extra_args"):
+            params.clone()
+
+
+def test_plain_extra_args_arrive_as_they_are():
+    extra = {"a": [None, True, -5, 2**64 - 1, 1.5, "é", b"\xff", {"deep": {"er": [[]]}}]}
+    params = SamplingParams(extra_args=extra)
+    back = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    assert back.extra_args == extra
 
 
 def test_numbers_too_long_to_print_are_rejected_by_name():

@@ -148,6 +148,15 @@ def test_refuses_what_is_no_text(tokenizer: Tokenizer) -> None:
             tokenizer.encode_batch(["fine", text])  # type: ignore[list-item]
 
 
+def test_refuses_what_is_no_list_of_ids(tokenizer: Tokenizer) -> None:
+    for ids in ("abc", b"abc", 5, None, [-1], [True], [1.0], [2**32], ["1"]):
+        with pytest.raises(PromptError, match="token id"):
+            tokenizer.decode(ids)  # type: ignore[arg-type]
+    assert tokenizer.decode(range(0)) == ""
+    # A model's logits may be wider than the vocabulary.
+    assert tokenizer.decode([*tokenizer.encode("so"), 2**31]) == "so"
+
+
 def test_usual_path_imports_neither_torch_nor_transformers() -> None:
     script = (
         "import sys\n"
