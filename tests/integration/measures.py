@@ -8,9 +8,11 @@ from instrumentation.metric_types import Histogram
 
 
 def series(llm: LLM, name: str) -> dict[tuple[str, ...], float]:
-    """The values of a counter or gauge by their label values."""
+    """The values of a counter or gauge by their own labels' values (not the engine's)."""
     found = {
-        tuple(metric.labels.values()): metric.value
+        tuple(v for k, v in metric.labels.items() if k not in ("model_name", "engine")): (
+            metric.value
+        )
         for metric in llm.get_metrics()
         if metric.name == name and not isinstance(metric, Histogram)
     }

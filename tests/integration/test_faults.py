@@ -95,7 +95,8 @@ def test_death_of_the_core_during_generation(long_llama: Path, temporary: Path) 
         if metric.name == "isinglass_requests_finished_total"
         and metric.labels["finish_reason"] == "error"
     ]
-    assert errors == [3]
+    # The two requests that came after its death have ended too.
+    assert errors == [3 + 2]
     llm.shutdown()
     assert not is_running(pid)
     assert not socket_folders(temporary)

@@ -281,12 +281,13 @@ def test_chat(llm: LLM) -> None:
         return [{"role": "user", "content": f"What is the capital of {country}?"}]
 
     params = SamplingParams(temperature=0, max_tokens=24)
-    (output,) = llm.chat(ask("France"), params, use_tqdm=False)
-    assert "Paris" in output.outputs[0].text
+    # Its first token is far from a tie; after "France" two tokens are within bfloat16's rounding.
+    (output,) = llm.chat(ask("Japan"), params, use_tqdm=False)
+    assert "Tokyo" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
     assert output.prompt is not None
     assert output.prompt.endswith("<|im_start|>assistant\n")
-    both = llm.chat([ask("Peru"), ask("France")], params, use_tqdm=False)
+    both = llm.chat([ask("Peru"), ask("Japan")], params, use_tqdm=False)
     assert both[1].outputs[0].text == output.outputs[0].text
     assert "Peru" in llm.decode(both[0].prompt_token_ids)
     for wrong in ([], "What?", [{"content": "no role"}]):
