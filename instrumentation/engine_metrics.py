@@ -15,6 +15,7 @@ from instrumentation.records import StepRecord
 MEMORY_COMPONENTS = ("weights", "kv_cache", "graphs", "activations", "other")
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+_RING = "ring"
 _PROCESSES = (Role.CALLER.value, Role.CORE.value)
 
 ENGINE_UP = declare(
@@ -77,8 +78,10 @@ TELEMETRY_DROPS = declare(
     "telemetry_drops_total",
     _COUNTER,
     unit=Unit.ENTRIES,
-    help="Telemetry entries lost for want of room or of a working sink, by process",
+    help="Telemetry entries lost, by process and by the sink that had failed or was too slow; ring: "
+    "before any sink, for want of room",
     process=_PROCESSES,
+    sink=(_RING, *(sink.label for sink in SinkName)),
 )
 TELEMETRY_ERRORS = declare(
     "telemetry_errors_total",
@@ -186,21 +189,30 @@ class EngineMetrics:
         caller, core = _PROCESSES
         errors = dict(self._num_errors)
         _add_up(errors, self._instrument.telemetry_errors())
-        num_drops = self._instrument.num_drops()
+        drops = self._instrument.telemetry_drops()
         for sink, exporter in self._exporters:
             _add_up(errors, {sink.label: exporter.num_errors})
-            num_drops += exporter.num_drops
+            _add_up(drops, {sink.label: exporter.num_drops})
+        for label, number in drops.items():
+            self._drops.raise_to(number, caller, label)
         if record is not None:
             pairs = zip(record.telemetry_errors[::2], record.telemetry_errors[1::2], strict=True)
             _add_up(errors, {SinkName(sink).label: number for sink, number in pairs})
-            self._drops.raise_to(record.num_telemetry_drops, core)
+            self._take_core_drops(record)
             self._seconds.raise_to(record.telemetry_ns, core, "background")
         for sink, number in errors.items():
             self._errors.raise_to(number, sink)
-        self._drops.raise_to(num_drops, caller)
         self._seconds.raise_to(self._instrument.telemetry_ns(), caller, "background")
         self._seconds.raise_to(self._counting_ns, caller, "counting")
         self._negative.raise_to(self._families.num_negative)
+
+    def _take_core_drops(self, record: StepRecord) -> None:
+        core = _PROCESSES[1]
+        num_in_ring, flat = record.num_telemetry_drops, record.telemetry_drops
+        for sink, number in zip(flat[::2], flat[1::2], strict=True):
+            self._drops.raise_to(number, core, SinkName(sink).label)
+            num_in_ring -= number
+        self._drops.raise_to(max(0, num_in_ring), core, _RING)
 
 
 def _add_up(totals: dict[str, int], more: Mapping[str, int]) -> None:

@@ -173,6 +173,8 @@ class LiveInstrument(Instrument):
         record.telemetry_errors = process.errors.flat
         if drain is not None:
             record.num_telemetry_drops = self._ring.num_dropped + drain.num_sink_drops
+            if drain.drops:
+                record.telemetry_drops = tuple(n for pair in drain.drops.items() for n in pair)
             record.telemetry_ns = drain.processor_ns
         if process.io_spans:
             record.io_phase_totals_ns = tuple(

@@ -136,6 +136,9 @@ class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True)
     """Flat pairs: sink (`names.SinkName`), errors since start-up, ... of the core's process."""
     telemetry_ns: int = 0
     """Processor time of the core's drain thread since start-up."""
+    telemetry_drops: tuple[int, ...] = ()
+    """Flat pairs: sink, records that it did not get, ... of the core's process; what is missing
+    from `num_telemetry_drops` was dropped before any sink, for want of room."""
 
     @property
     def label(self) -> StepLabel:

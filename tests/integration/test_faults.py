@@ -109,7 +109,7 @@ def test_death_of_the_core_during_generation(long_llama: Path, temporary: Path) 
     assert [event.value for event in run.events if event.kind is Event.ENGINE_DEAD] == [-9]
     summary = summarize(llm.run_dir)
     assert summary.num_steps == len(run.steps)
-    assert summary.requests.count == 3
+    assert summary.requests.count == 3 + 2
     labels = {label.encode() for label in (group.name for group in summary.steps_by_label)}
     trace = write_perfetto(llm.run_dir).read_bytes()
     assert labels

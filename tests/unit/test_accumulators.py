@@ -18,6 +18,7 @@ from instrumentation import (
     Phase,
     Preemption,
     RequestTimeline,
+    SinkName,
     StepRecord,
     WorkerStepRecord,
     cache_metrics,
@@ -68,13 +69,12 @@ def test_counter_adds_and_leaves_negative_amounts_out() -> None:
 
 
 def test_counter_taken_over_never_falls() -> None:
-    family = CounterFamily(engine_metrics.TELEMETRY_DROPS)
+    family = CounterFamily(engine_metrics.TELEMETRY_ERRORS)
     for total in (3, 9, 4):
-        family.raise_to(total, "core")
-    assert {metric.labels["process"]: metric.value for metric in family.snapshot({})} == {
-        "caller": 0,
-        "core": 9,
-    }
+        family.raise_to(total, "journal")
+    values = {metric.labels["sink"]: metric.value for metric in family.snapshot({})}
+    assert values.pop("journal") == 9
+    assert not any(values.values())
 
 
 def test_usual_series_are_there_at_zero_and_unknown_ones_are_bounded() -> None:
@@ -271,12 +271,32 @@ def test_snapshot_takes_the_frontends_phases_and_drops() -> None:
         def phase_totals_ns(self) -> dict[str, int]:
             return {"send": 5 * 10**9}
 
-        def num_drops(self) -> int:
-            return 4
+        def telemetry_drops(self) -> dict[str, int]:
+            return {"journal": 1, "ring": 3}
 
-    snapshot = Metrics({"engine": "0"}, instrument=Frontend()).snapshot()
+    metrics = Metrics({"engine": "0"}, instrument=Frontend())
+    metrics.observe_step(
+        StepRecord(
+            step=1,
+            begin_ns=0,
+            end_ns=1,
+            num_telemetry_drops=9,
+            telemetry_drops=(SinkName.JOURNAL, 7),
+        )
+    )
+    snapshot = metrics.snapshot()
     assert number_of(snapshot, "phase_seconds_total", phase="send", engine="0") == 5
-    assert number_of(snapshot, "telemetry_drops_total", process="caller", engine="0") == 4
+    drops = {
+        (metric.labels["process"], metric.labels["sink"]): metric.value
+        for metric in snapshot
+        if metric.name == PREFIX + "telemetry_drops_total" and metric.value
+    }
+    assert drops == {
+        ("caller", "journal"): 1,
+        ("caller", "ring"): 3,
+        ("core", "journal"): 7,
+        ("core", "ring"): 2,
+    }
 
 
 def random_timeline(chance: random.Random) -> RequestTimeline:
