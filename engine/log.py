@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
+from instrumentation import parse_traceparent
+
 _ROOT = "isinglass"
 _CONTEXT_FIELDS = ("request_id", "trace_id", "span_id")
 
@@ -42,10 +44,9 @@ class _ServedRequest(logging.Filter):
         served = _served.get()
         if served is not None and not hasattr(record, "request_id"):
             record.request_id, traceparent = served
-            # version "-" trace id "-" span id "-" flags, by W3C Trace Context.
-            parts = (traceparent or "").split("-")
-            if len(parts) >= 4:
-                record.trace_id, record.span_id = parts[1], parts[2]
+            context = parse_traceparent(traceparent)
+            if context is not None:
+                record.trace_id, record.span_id = context.trace_id, context.span_id
         return True
 
 

@@ -32,6 +32,7 @@ from instrumentation.records import (
     StepRecord,
     WorkerStepRecord,
 )
+from instrumentation.trace_context import parse_traceparent
 
 if TYPE_CHECKING:
     from instrumentation.console import ConsoleStatus
@@ -116,6 +117,7 @@ __all__ = [
     "objectives_of",
     "option",
     "parse_step_label",
+    "parse_traceparent",
     "report_request",
     "slo_misses",
     "step_kind",

@@ -159,7 +159,7 @@ class HistogramFamily:
 class Families:
     """The families of one engine, by metric; each is made once, by whoever counts it.
 
-    `buckets` replaces the bounds of histograms by their names (see `bucket_bounds`).
+    `buckets` replaces the bounds of histograms by their names (see `parse_buckets`).
     """
 
     def __init__(self, buckets: Mapping[str, tuple[float, ...]] | None = None) -> None:

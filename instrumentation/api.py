@@ -150,7 +150,8 @@ class Instrument:
     def ask_for_flight(self, reason: FlightReason) -> None:
         """Have a flight record written soon, by another thread.
 
-        Only sets a flag, so that a signal's handler may call it.
+        Only sets a flag, so that a signal's handler may call it: for processes that are not ours
+        (hooks). Our own core has a thread that waits for the signal, and needs no main thread.
         """
 
     def request_sent(

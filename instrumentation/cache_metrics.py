@@ -70,7 +70,7 @@ PREFIX_MISS_TOKENS = declare(
     "prefix_cache_miss_tokens_total",
     _COUNTER,
     unit=Unit.TOKENS,
-    help="Prompt tokens of admitted requests that the prefix cache did not serve, by why it had no "
+    help="Tokens of admitted requests that the prefix cache did not serve, by why it had no "
     "more: never_cached, evicted, partial_block (the prompt has no full block to serve), disabled "
     "(caching is off, or prompt logprobs want the whole prompt), none (all full blocks were there; "
     "the rest and the last token are always computed). Queries = hits + misses but those disabled",

@@ -73,7 +73,8 @@ class ObservabilityConfig:
     telemetry_max_share: float = option(
         0.05,
         "Share of one processor that recording may take in each process. Above it, over ten "
-        "seconds, phases outside of steps are left out first, then those of steps.",
+        "seconds, phases outside of steps are left out of recordings first, then those of steps, "
+        "which the metrics of phases then lack too.",
         minimum=0.0,
         maximum=1.0,
     )

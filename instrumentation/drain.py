@@ -43,7 +43,8 @@ class Drain:
 
     Attributes:
         errors: failures by sink.
-        drops: records that a sink did not get because it had failed, by sink.
+        drops: records that a sink did not get because it had failed, by sink; replaced by another
+            dictionary at each change, so that any thread may walk through it.
         processor_ns: processor time of the drain thread so far.
         on_change: called when sinks have come or gone; see `is_wanted`.
     """
@@ -69,9 +70,14 @@ class Drain:
             self.attach(sink)
 
     @property
-    def num_sink_drops(self) -> int:
-        """Records that sinks did not get, all together."""
-        return sum(self.drops.values())
+    def num_ring_drops(self) -> int:
+        """Entries that all threads together had no room for."""
+        return sum([ring.num_dropped for ring in self._rings])
+
+    @property
+    def num_drops(self) -> int:
+        """Those, and the records that sinks did not get."""
+        return self.num_ring_drops + sum(self.drops.values())
 
     @property
     def is_closed(self) -> bool:
@@ -106,20 +112,19 @@ class Drain:
 
         A lost one is no longer missed either.
         """
-        self._lost = [one for one in self._lost if one.sink is not sink]
         found = [one for one in self._sinks if one.sink is sink]
-        if not found:
-            self.on_change()
-            return False
-        is_free = self._lock.acquire(timeout=timeout_s)
-        try:
-            if is_free:
+        is_free = bool(found) and self._lock.acquire(timeout=timeout_s)
+        if is_free:
+            try:
                 self._drain()
-                self._call(found[0], "close", 0)
-            self._remove(found[0])
-        finally:
-            if is_free:
+                if found[0] in self._sinks:
+                    self._call(found[0], "close", 0)
+            finally:
                 self._lock.release()
+        for one in found:
+            self._remove(one)
+        for one in [one for one in self._lost if one.sink is sink]:
+            self._lost.remove(one)
         self.on_change()
         return is_free
 
@@ -225,7 +230,8 @@ class Drain:
         try:
             getattr(attached.sink, method)(*arguments)
         except Exception as error:
-            self._lost.append(attached)
+            if attached in self._sinks:  # else it was let go while it was stuck
+                self._lost.append(attached)
             self._remove(attached)
             self._count_drops(attached.name, num_records)
             self.errors.count(
@@ -243,7 +249,7 @@ class Drain:
 
     def _count_drops(self, name: SinkName, num_records: int) -> None:
         if num_records:
-            self.drops[name] = self.drops.get(name, 0) + num_records
+            self.drops = self.drops | {name: self.drops.get(name, 0) + num_records}
 
 
 def _nothing() -> None:

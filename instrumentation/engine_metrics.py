@@ -9,13 +9,12 @@ from typing import Protocol
 from instrumentation.accumulators import Families
 from instrumentation.api import Instrument
 from instrumentation.metric_info import MetricKind, Unit, declare
-from instrumentation.names import Role, SinkName, StartupPhase
+from instrumentation.names import RING, Role, SinkName, StartupPhase
 from instrumentation.records import StepRecord
 
 MEMORY_COMPONENTS = ("weights", "kv_cache", "graphs", "activations", "other")
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
-_RING = "ring"
 _PROCESSES = (Role.CALLER.value, Role.CORE.value)
 
 ENGINE_UP = declare(
@@ -78,10 +77,10 @@ TELEMETRY_DROPS = declare(
     "telemetry_drops_total",
     _COUNTER,
     unit=Unit.ENTRIES,
-    help="Telemetry entries lost, by process and by the sink that had failed or was too slow; ring: "
-    "before any sink, for want of room",
+    help="Telemetry entries lost, by process and by the sink that had failed or was too slow; "
+    "ring: before any sink, for want of room",
     process=_PROCESSES,
-    sink=(_RING, *(sink.label for sink in SinkName)),
+    sink=(RING, *(sink.label for sink in SinkName)),
 )
 TELEMETRY_ERRORS = declare(
     "telemetry_errors_total",
@@ -200,8 +199,8 @@ class EngineMetrics:
             _add_up(errors, {SinkName(sink).label: number for sink, number in pairs})
             self._take_core_drops(record)
             self._seconds.raise_to(record.telemetry_ns, core, "background")
-        for sink, number in errors.items():
-            self._errors.raise_to(number, sink)
+        for label, number in errors.items():
+            self._errors.raise_to(number, label)
         self._seconds.raise_to(self._instrument.telemetry_ns(), caller, "background")
         self._seconds.raise_to(self._counting_ns, caller, "counting")
         self._negative.raise_to(self._families.num_negative)
@@ -212,7 +211,7 @@ class EngineMetrics:
         for sink, number in zip(flat[::2], flat[1::2], strict=True):
             self._drops.raise_to(number, core, SinkName(sink).label)
             num_in_ring -= number
-        self._drops.raise_to(max(0, num_in_ring), core, _RING)
+        self._drops.raise_to(max(0, num_in_ring), core, RING)
 
 
 def _add_up(totals: dict[str, int], more: Mapping[str, int]) -> None:

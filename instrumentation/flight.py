@@ -158,10 +158,7 @@ class SlowStepWatch:
     def __call__(self) -> None:
         """Look at what is new."""
         slow = None
-        for record in copy_of(self._recorder.worker_steps):
-            if record.step <= self._last_step:
-                continue
-            self._last_step = record.step
+        for record in self._unseen():
             kind = step_kind(record.label)
             why = self._why_slow(record.duration_ns, kind)
             if why and (slow is None or record.duration_ns > slow[0].duration_ns):
@@ -169,6 +166,17 @@ class SlowStepWatch:
             self._learn(record.duration_ns, kind)
         if slow is not None:
             self._report(*slow)
+
+    def _unseen(self) -> list[WorkerStepRecord]:
+        """The steps since the last look, oldest first."""
+        last_step, unseen = self._last_step, []
+        for record in reversed(copy_of(self._recorder.worker_steps)):
+            if record.step <= last_step:
+                break
+            unseen.append(record)
+        if unseen:
+            self._last_step = unseen[0].step
+        return unseen[::-1]
 
     def _why_slow(self, duration_ns: int, kind: str) -> str:
         took = f"took {duration_ns / 1e6:.1f} ms"

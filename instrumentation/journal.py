@@ -87,18 +87,15 @@ class JournalWriter:
             self._fd = -1
 
 
-def open_numbered(folder: Path, stem: str, *, first: str = "0") -> JournalWriter:
+def open_numbered(folder: Path, stem: str) -> JournalWriter:
     """Open a new journal, `<stem><number>.journal` with the lowest number that is free.
-
-    Args:
-        first: what stands for the number 0.
 
     Raises:
         OSError: the file cannot be written, or there are ten thousand of them.
     """
     for number in range(_MAX_NUMBER):
         try:
-            return JournalWriter(folder / f"{stem}{number or first}{SUFFIX}")
+            return JournalWriter(folder / f"{stem}{number}{SUFFIX}")
         except FileExistsError:
             continue
     raise FileExistsError(f"{folder} holds {_MAX_NUMBER} journals {stem}*")

@@ -19,6 +19,7 @@ from instrumentation.flight import FlightRecorder
 from instrumentation.labels import StepLabel, format_step_label
 from instrumentation.names import (
     PHASES,
+    RING,
     Event,
     FlightReason,
     Phase,
@@ -172,7 +173,7 @@ class LiveInstrument(Instrument):
         drain = process.drain
         record.telemetry_errors = process.errors.flat
         if drain is not None:
-            record.num_telemetry_drops = self._ring.num_dropped + drain.num_sink_drops
+            record.num_telemetry_drops = drain.num_drops
             if drain.drops:
                 record.telemetry_drops = tuple(n for pair in drain.drops.items() for n in pair)
             record.telemetry_ns = drain.processor_ns
@@ -292,9 +293,10 @@ class LiveInstrument(Instrument):
     def telemetry_drops(self) -> dict[str, int]:
         """Read the totals of this process."""
         drain = self._process.drain
-        drops = {name.label: count for name, count in drain.drops.items()} if drain else {}
-        num_in_rings = self._num_ring_drops()
-        return drops | {"ring": num_in_rings} if num_in_rings else drops
+        if drain is None:
+            return {}
+        drops = {name.label: count for name, count in drain.drops.items()}
+        return drops | {RING: drain.num_ring_drops} if drain.num_ring_drops else drops
 
     def telemetry_ns(self) -> int:
         """Read the drain thread's processor time, as of its last round."""
@@ -312,10 +314,7 @@ class LiveInstrument(Instrument):
 
     def num_drops(self) -> int:
         """Add up the drops of all threads and sinks."""
-        return self._num_ring_drops() + self._process.num_sink_drops
-
-    def _num_ring_drops(self) -> int:
-        return sum(one._ring.num_dropped for one in list(self._process.instruments))
+        return self._process.drain.num_drops if self._process.drain is not None else 0
 
     def flush(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
         """Bring everything recorded so far to the operating system; False on time-out.

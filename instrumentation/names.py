@@ -195,12 +195,18 @@ class AdmissionStop(IntEnum):
     """The next prompt is longer than the budget that is left, and may not be split."""
     AFTER_PREEMPTION = 5
     """Somebody was preempted in this step, so nobody new may come in."""
-    PAUSED = 6
 
     @property
     def label(self) -> str:
         """The reason's name in traces and tables."""
         return self.name.lower()
+
+
+HEAD_OF_LINE = "head_of_line"
+"""Why all waiting requests wait but the one at which admission stopped: that one is before them."""
+
+RING = "ring"
+"""Where entries are dropped before any sink: beside the labels of `SinkName`."""
 
 
 class WaitingReason(IntEnum):
@@ -261,7 +267,6 @@ class FlightReason(IntEnum):
     SLOW_STEP = 2
     CRASH = 3
     ENGINE_DEAD = 4
-    STALL = 5
 
     @property
     def label(self) -> str:

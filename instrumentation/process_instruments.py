@@ -50,10 +50,6 @@ class ProcessInstruments:
         if drain is not None:
             drain.on_change = self.rewire
 
-    @property
-    def num_sink_drops(self) -> int:
-        return self.drain.num_sink_drops if self.drain is not None else 0
-
     def rewire(self) -> None:
         """Let every thread leave its entries where they are wanted now."""
         with self.lock:

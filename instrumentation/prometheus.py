@@ -58,15 +58,15 @@ class SnapshotCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """All series as they stand."""
+        families: list[Family] = []
         try:
             series = [metric for snapshot in self._snapshots for metric in snapshot()]
-            families = to_families(series)
+            families += to_families(series)
             for translate in self._translations:
                 families += translate(series)
         except Exception:
-            _LOGGER.exception("metrics could not be collected for a scrape")
+            _LOGGER.exception("metrics could not all be collected for a scrape")
             self._count_error()
-            return
         yield from families
 
     def describe(self) -> Iterable[Family]:

@@ -102,7 +102,8 @@ class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True)
     phases: tuple[int, ...] = ()
     """Flat triples: phase, begin_ns, end_ns, ... of the core loop since the step record before."""
     num_telemetry_drops: int = 0
-    """Entries lost since start-up: by this thread's ring, and by sinks that failed."""
+    """Entries lost since start-up: by the rings of all threads of the core, and by sinks that
+    failed."""
     io_phase_totals_ns: tuple[int, ...] = ()
     """Flat pairs: phase, time since start-up, ... of the core's input and output threads."""
     num_blocks_used_at_end: int = -1

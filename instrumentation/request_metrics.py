@@ -12,9 +12,10 @@ from instrumentation.accumulators import Families, HistogramFamily
 from instrumentation.metric_info import SMALL_COUNT_BUCKETS, MetricKind, Unit, declare
 from instrumentation.metric_types import Exemplar
 from instrumentation.records import RequestTimeline
+from instrumentation.slo import MissCause, Objective
+from instrumentation.trace_context import parse_traceparent
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-SLO_OBJECTIVES = ("ttft", "itl")
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
@@ -163,15 +164,15 @@ SLO_REQUESTS = declare(
     _COUNTER,
     unit=Unit.REQUESTS,
     help="Completed requests held against an objective (settings slo_ttft_s, slo_itl_s)",
-    objective=SLO_OBJECTIVES,
+    objective=tuple(map(str, Objective)),
 )
 SLO_MISSES = declare(
     "slo_misses_total",
     _COUNTER,
     unit=Unit.REQUESTS,
     help="Those that missed it, by the largest cause",
-    objective=(),
-    cause=(),
+    objective=tuple(map(str, Objective)),
+    cause=tuple(map(str, MissCause)),
 )
 
 
@@ -282,13 +283,8 @@ class RequestMetrics:
 
 
 def _exemplar(value_ns: int, traceparent: str | None) -> Exemplar | None:
-    """The request's trace, from `version-trace id-span id-flags` (W3C Trace Context)."""
-    if traceparent is None:
+    """The request's trace, where there is one that has been kept."""
+    context = parse_traceparent(traceparent)
+    if context is None or not context.is_sampled:
         return None
-    parts = traceparent.split("-")
-    if len(parts) < 4:  # what a caller handed in need not be a trace context
-        return None
-    _, trace_id, span_id, flags = parts[:4]
-    if not flags.endswith(("1", "3", "5", "7", "9", "b", "d", "f")):  # not sampled
-        return None
-    return Exemplar(trace_id, span_id, value_ns / 1e9, time.time_ns())
+    return Exemplar(context.trace_id, context.span_id, value_ns / 1e9, time.time_ns())

@@ -8,15 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+import msgspec
+
 from instrumentation.attribution import Contexts, Share, share_step
 from instrumentation.labels import format_step_label
-from instrumentation.names import AdmissionStop
+from instrumentation.names import HEAD_OF_LINE, AdmissionStop
 from instrumentation.records import Admission, RequestTimeline
 from instrumentation.step_history import HistoricStep, StepHistory
 
-HEAD_OF_LINE = "head_of_line"
-"""It was not its turn: admission stopped at a request in front of it."""
-_STEPS_OF_NO_ONE = (AdmissionStop.AFTER_PREEMPTION, AdmissionStop.PAUSED)
 _MAX_LINES = 40
 
 
@@ -138,7 +137,8 @@ def report_request(
 def waiting_cause(request_num: int, one: HistoricStep) -> str:
     """Why a request that waited in this step was not taken: a constant-time look at the record."""
     step = one.step
-    if step.admission_stop in _STEPS_OF_NO_ONE or step.admission_stop_request_num == request_num:
+    is_nobodys = step.admission_stop is AdmissionStop.AFTER_PREEMPTION
+    if is_nobodys or step.admission_stop_request_num == request_num:
         return step.admission_stop.label
     return HEAD_OF_LINE
 
@@ -161,8 +161,7 @@ def _with_known_start(
     """Fill in when an unfinished request was first scheduled: the core tells that only later."""
     if timeline.first_scheduled_ns or not shares or timeline.finish_reason is not None:
         return timeline
-    values = {name: getattr(timeline, name) for name in timeline.__struct_fields__}
-    return RequestTimeline(**values | {"first_scheduled_ns": shares[0][0].step.begin_ns})
+    return msgspec.structs.replace(timeline, first_scheduled_ns=shares[0][0].step.begin_ns)
 
 
 def _waits(timeline: RequestTimeline, steps: list[HistoricStep]) -> Iterator[RequestWait]:

@@ -4,7 +4,6 @@ Knows the options and every sink. Engine code does not come here, only the entry
 """
 
 import atexit
-from collections.abc import Sequence
 
 from instrumentation.api import NULL, Instrument
 from instrumentation.config import ObservabilityConfig
@@ -13,7 +12,7 @@ from instrumentation.flight import FlightRecorder, SlowStepWatch, role_is_watche
 from instrumentation.live import LEVEL_WITHOUT_PHASES, LiveInstrument
 from instrumentation.names import MAIN_THREAD_OF_ROLE
 from instrumentation.nvtx_ranges import choose_nvtx
-from instrumentation.sinks import JournalSink, Sink
+from instrumentation.sinks import JournalSink
 from instrumentation.throttle import Throttle
 
 
@@ -23,13 +22,12 @@ def setup(
     role: str,
     rank: int = 0,
     run_dir: str | None = None,
-    sinks: Sequence[Sink] = (),
 ) -> Instrument:
     """Build the calling process's instrument: `NULL` where nothing is on.
 
     Role is one of `names.Role`; `run_dir` is the run's own folder for journals, None for no
-    recording yet; `sinks` are further ones, which get every record. Call it in the process's main
-    loop thread, keep the result for the life of the process and `close()` it at the end.
+    recording yet. Call it in the process's main loop thread, keep the result for the life of the
+    process and `close()` it at the end.
 
     Raises:
         ValueError: the role is unknown, or the run's folder cannot be written to.
@@ -42,7 +40,7 @@ def setup(
             config.flight_recorder_steps, role=role, rank=rank, folder=config.flight_dir
         )
     ranges = choose_nvtx(config.nvtx).ranges
-    is_needed = run_dir is not None or bool(sinks) or recorder is not None or ranges is not None
+    is_needed = run_dir is not None or recorder is not None or ranges is not None
     if config.disable_log_stats and not is_needed:
         return NULL
 
@@ -73,8 +71,6 @@ def setup(
                 f"cannot write a recording to {run_dir!r} ({error}); "
                 "name a trace_dir that can be written to, or None for no recording"
             ) from error
-    for sink in sinks:
-        drain.attach(sink)
     if recorder is not None and role_is_watched(role):
         drain.watch(process.dump_if_asked)
         if config.flight_slow_step_s is not None or config.flight_slow_step_factor is not None:

@@ -59,10 +59,12 @@ def slo_misses(
     misses: list[tuple[Objective, MissCause]] = []
     ttft_ns = timeline.ttft_ns if timeline.ttft_ns is not None else timeline.e2e_ns
     if config.slo_ttft_s is not None and ttft_ns > config.slo_ttft_s * 1e9:
-        misses.append((Objective.TTFT, _ttft_cause(timeline, history.steps())))
+        steps = history.steps(since_ns=timeline.first_scheduled_ns or timeline.end_ns)
+        misses.append((Objective.TTFT, _ttft_cause(timeline, steps)))
     mean_ns = timeline.mean_inter_token_ns
     if config.slo_itl_s is not None and mean_ns is not None and mean_ns > config.slo_itl_s * 1e9:
-        misses.append((Objective.ITL, _itl_cause(timeline, history.steps())))
+        steps = history.steps(since_ns=timeline.first_token_ns)
+        misses.append((Objective.ITL, _itl_cause(timeline, steps)))
     return misses
 
 

@@ -67,8 +67,17 @@ class StepHistory:
         """All that are remembered, in the order in which they ended."""
         return copy_of(self._finished.values())
 
-    def steps(self) -> list[HistoricStep]:
-        """All steps that are remembered, in the order in which they were planned."""
-        pairs = copy_of(self._pairs)
+    def steps(self, *, since_ns: int = 0) -> list[HistoricStep]:
+        """The steps that are remembered, in the order in which they were planned.
+
+        `since_ns` leaves out those that were planned before it, except for the last of them, which
+        may still have been running then.
+        """
+        pairs = []
+        for pair in reversed(copy_of(self._pairs)):
+            pairs.append(pair)
+            if pair[0] is not None and pair[0].begin_ns < since_ns:
+                break
+        pairs.reverse()
         workers = {worker.step: worker for _, worker in pairs if worker is not None}
         return [HistoricStep(step, workers.get(step.step)) for step, _ in pairs if step is not None]

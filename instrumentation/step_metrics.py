@@ -3,16 +3,15 @@
 Knows which field of a step's two records feeds which metric.
 """
 
+import msgspec
+
 from instrumentation.accumulators import Families
 from instrumentation.labels import step_kind
 from instrumentation.metric_info import MetricKind, Unit, declare
-from instrumentation.names import PHASES, AdmissionStop, GraphMode, Phase, ThreadName
+from instrumentation.names import HEAD_OF_LINE, PHASES, AdmissionStop, GraphMode, Phase, ThreadName
 from instrumentation.records import StepRecord, WorkerStepRecord
 
 STEP_KINDS = ("context", "generation", "mixed")
-HEAD_OF_LINE = "head_of_line"
-"""Reason of all waiting requests but the one at which admission stopped: that one is before
-them."""
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 _STOPS = tuple(reason.label for reason in AdmissionStop if reason)
@@ -221,16 +220,28 @@ class StepMetrics:
             self._phase_seconds.raise_to(total_ns, label)
 
     def forget_queues(self) -> None:
-        """Set the levels to nothing: the core has died, and all requests with it."""
+        """Let the levels go, and keep the totals: the core is no more, and its requests with it."""
         record = self.last_step
-        if record is not None:
-            self.last_step = StepRecord(
-                step=record.step,
-                begin_ns=record.begin_ns,
-                end_ns=record.end_ns,
-                num_blocks_free=sum(record.blocks_at_end),
-                io_phase_totals_ns=record.io_phase_totals_ns,
-            )
+        if record is None:
+            return
+        self.last_step = msgspec.structs.replace(
+            record,
+            finished=(),
+            num_running=0,
+            num_waiting=0,
+            num_waiting_tokens=0,
+            num_waiting_preempted=0,
+            admission_stop=AdmissionStop.NONE,
+            admission_stop_num_tokens=0,
+            oldest_waiting_since_ns=0,
+            oldest_running_since_ns=0,
+            num_unfilled_slots=0,
+            num_blocks_used=0,
+            num_blocks_cached_free=0,
+            num_blocks_free=sum(record.blocks_at_end),
+            num_blocks_used_at_end=-1,
+            num_blocks_cached_free_at_end=-1,
+        )
 
     def _count_phases(self, phases: tuple[int, ...]) -> None:
         totals_ns = self._phase_totals_ns

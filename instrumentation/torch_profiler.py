@@ -131,6 +131,7 @@ class TorchProfiler:
         self._backend = backend
         self._device = backend if backend != "cpu" else None
         self._ranges_before: Ranges | None = None
+        self._part: Any = None
         self._is_running = False
         self._writer: ProfileWriter | None = None
         self._end_reason = ""
@@ -302,8 +303,10 @@ class TorchProfiler:
     def _end_part(self) -> None:
         assert self._writer is not None
         anchors = self._anchors + self._drop_anchors()
-        self._part.__exit__(None, None, None)
-        self._writer.put(UnsavedPart(self._part, anchors, self._num_steps_of_part))
+        # Not kept here, where its events would stay in memory until the next profile.
+        part, self._part = self._part, None
+        part.__exit__(None, None, None)
+        self._writer.put(UnsavedPart(part, anchors, self._num_steps_of_part))
 
     def _drop_anchors(self) -> list[tuple[int, int]]:
         """Let the profiler record ranges between two readings of our clock each."""
@@ -319,7 +322,7 @@ class TorchProfiler:
         """Make parts as long as a pause allows."""
         self._longest_pause_ns = max(self._longest_pause_ns, pause_ns)
         steps = self._steps_of_a_part
-        longer = min(2 * steps, _MAX_STEPS_OF_A_PART)
-        self._steps_of_a_part = longer if 2 * pause_ns <= _TARGET_PAUSE_NS else steps
         if pause_ns > _TARGET_PAUSE_NS:
             self._steps_of_a_part = max(1, steps // 2)
+        elif 2 * pause_ns <= _TARGET_PAUSE_NS:
+            self._steps_of_a_part = min(2 * steps, _MAX_STEPS_OF_A_PART)

@@ -59,8 +59,10 @@ def write_perfetto(
     """
     run = read_run(run_dir)
     path = Path(out) if out is not None else _default_output(Path(run_dir))
-    folders = [Path(folder) for folder in (run_dir, profiles_dir) if folder is not None]
-    profiles = [read_profile(file) for folder in folders for file in find_profiles(folder)]
+    # By its real path, because the two folders may be one.
+    folders = [Path(folder).resolve() for folder in (run_dir, profiles_dir) if folder is not None]
+    files = [file for folder in dict.fromkeys(folders) for file in find_profiles(folder)]
+    profiles = [read_profile(file) for file in files]
     flows = _Flows(run)
     owner = _owner_of_requests(run)
     # A reader never finds half a file under the final name.

@@ -152,7 +152,11 @@ class LLM(EngineViews):
         variables = template_variables(chat_template_kwargs)
         conversations = [messages] if is_conversation(messages) else list(messages)
         tokenizer = self.get_tokenizer()
-        with self.llm_engine.counting_rejections(params=sampling_params, operation=CHAT):
+        # Metrics are counted by one thread at a time.
+        with (
+            self._lock,
+            self.llm_engine.counting_rejections(params=sampling_params, operation=CHAT),
+        ):
             prompts = [
                 chat_prompt(
                     tokenizer,

@@ -31,11 +31,7 @@ from engine.types.messages import EngineCoreRequest, FinishReason
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
 from engine.version import __version__
-from instrumentation import (
-    Instrument,
-    SinkName,
-    StartupPhase,
-)
+from instrumentation import Instrument, SinkName, StartupPhase
 
 logger = get_logger(__name__)
 
@@ -76,7 +72,13 @@ class LLMEngine:
         resolve_limits(config, self.model_config)  # a wrong setting fails before a core is spawned
         resolved_ns = time.monotonic_ns()
         self._keep_startup(StartupPhase.RESOLVE_CONFIG, began_ns, resolved_ns)
-        self.engine_core = EngineCoreClient.make_client(config, run_dir=run_dir, obs=obs)
+        self.engine_core = EngineCoreClient.make_client(
+            config,
+            run_dir=run_dir,
+            obs=obs,
+            # At once, since an idle engine's caller would notice only with its next request.
+            on_death=None if observer is None else observer.engine_died,
+        )
         try:
             spawned_ns = time.monotonic_ns()
             self._keep_startup(StartupPhase.SPAWN, resolved_ns, spawned_ns)
@@ -351,6 +353,8 @@ class LLMEngine:
             self.engine_core.shutdown()
         finally:
             self.obs.close()
+            if self._observer is not None:
+                self._observer.engine_died()
             self.tracer.close()
 
     def _bury(self, error: EngineDeadError) -> None:

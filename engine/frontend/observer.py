@@ -62,7 +62,7 @@ class EngineObserver:
         self.fenced(SinkName.METRICS, self._take_facts, config, ready, info, startup_ns)
 
     def engine_died(self) -> None:
-        """The core is no more; the metrics keep what it last said."""
+        """The core is no more, in whatever way; the metrics keep its totals."""
         self.fenced(SinkName.METRICS, self.metrics.engine_died)
 
     def observe_arrival(self, params: SamplingParams, *, index: int) -> None:

@@ -153,12 +153,14 @@ class OutputProcessor:
     def process_outputs(self, message: EngineCoreOutputs) -> ProcessedOutputs:
         """Turn the core's outputs into the caller's."""
         done = ProcessedOutputs()
-        for output in message.outputs:
-            state = self._states.get(output.request_id)
-            if state is not None:  # else: ended here by a stop string, or aborted
-                set_served(state.external_id, state.request.traceparent)
-                self._process(state, output, message.timestamp_ns, done)
-        set_served(None)
+        try:
+            for output in message.outputs:
+                state = self._states.get(output.request_id)
+                if state is not None:  # else: ended here by a stop string, or aborted
+                    set_served(state.external_id, state.request.traceparent)
+                    self._process(state, output, message.timestamp_ns, done)
+        finally:
+            set_served(None)
         for timeline in done.timelines:
             self.obs.request(timeline)
         return done

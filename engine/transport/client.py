@@ -4,7 +4,7 @@ Knows messages; knows no text and no scheduler.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.config import EngineConfig
@@ -21,14 +21,21 @@ class EngineCoreClient(ABC):
 
     @staticmethod
     def make_client(
-        config: EngineConfig, *, run_dir: str | None, obs: Instrument
+        config: EngineConfig,
+        *,
+        run_dir: str | None,
+        obs: Instrument,
+        on_death: Callable[[], None] | None = None,
     ) -> "EngineCoreClient":
-        """The client for the configuration; the core starts to boot, `wait_ready` comes next."""
+        """The client for the configuration; the core starts to boot, `wait_ready` comes next.
+
+        `on_death` is called once, from another thread, when the core's process ends unasked.
+        """
         # Imported here: the in-process client brings the whole engine, torch included.
         if config.process.enable_multiprocessing:
             from engine.transport.mp_client import SyncMPClient
 
-            return SyncMPClient(config, run_dir=run_dir, obs=obs)
+            return SyncMPClient(config, run_dir=run_dir, obs=obs, on_death=on_death)
         from engine.transport.inproc_client import InprocClient
 
         return InprocClient(config, run_dir=run_dir)

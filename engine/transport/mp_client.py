@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -54,10 +54,18 @@ _NUM_DESCRIPTORS = 20
 class CoreProcess:
     """The spawned core with its sockets and folder: everything that must not be left behind."""
 
-    def __init__(self, config: EngineConfig, *, run_dir: str | None, obs: Instrument) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        run_dir: str | None,
+        obs: Instrument,
+        on_death: Callable[[], None] | None,
+    ) -> None:
         settings, main_path = portable_classes(config)  # may raise: before there is anything
         self.grace_s = config.process.shutdown_timeout_s
         self.obs = obs
+        self._on_death = on_death
         self.stopping = False
         self.failure: EngineCoreFailure | None = None
         """What the core said of its own death, if it could."""
@@ -139,7 +147,8 @@ class CoreProcess:
 
     def death(self) -> EngineDeadError:
         """The error that tells of the core's end."""
-        code, tail = self.process.exit_code, self.process.log_tail()
+        # The monitor thread may have reaped it without having kept the code yet.
+        code, tail = self.process.wait(timeout_s=1.0), self.process.log_tail()
         if self.stopping:
             return EngineDeadError("the engine has been shut down", exit_code=code)
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
@@ -217,20 +226,30 @@ class CoreProcess:
 
     def _watch(self) -> None:
         code = self.process.wait()
-        if not self.stopping:
+        is_death = not self.stopping
+        if is_death:
             self.obs.for_thread("monitor").event(
                 Event.ENGINE_DEAD, value=code or 0, detail="".join(self.process.log_tail()[-1:])
             )
         os.close(self._death_write)  # makes the other end readable, for good
+        if is_death and self._on_death is not None:
+            self._on_death()
 
 
 class SyncMPClient(EngineCoreClient):
     """Blocking client, for the offline API. Not thread-safe: one caller at a time."""
 
-    def __init__(self, config: EngineConfig, *, run_dir: str | None, obs: Instrument) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        run_dir: str | None,
+        obs: Instrument,
+        on_death: Callable[[], None] | None,
+    ) -> None:
         self._timeout_s = config.process.engine_ready_timeout_s
         with deferred_interrupts():  # a process that nobody will stop must not be left
-            self._core = CoreProcess(config, run_dir=run_dir, obs=obs)
+            self._core = CoreProcess(config, run_dir=run_dir, obs=obs, on_death=on_death)
             self._finalizer = weakref.finalize(self, CoreProcess.close, self._core)
         self._encoder = MessageEncoder()
         self._decoder = MessageDecoder(EngineCoreOutputs)

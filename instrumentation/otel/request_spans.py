@@ -165,7 +165,7 @@ class RequestSpans:
         request.span.end(time.monotonic_ns() + request.offset_ns)
 
     def fail_all(self, error_type: str, message: str) -> None:
-        """End every open request that way, with the stages of samples that have ended."""
+        """End every open request that way."""
         for request in list(self._open.values()):
             self.fail(request, error_type, message)
 

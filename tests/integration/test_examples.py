@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("[0-9]*.py"))
+IN_SHORT = {"01_hello.py", "04_trace_a_run.py", "08_logits_processor.py", "09_errors.py"}
+"""Examples that `make test` runs; `make test-slow` runs the others."""
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "observability.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL)
@@ -24,7 +26,10 @@ def run(command: list[str], cwd: Path, *, stdin: str | None = None) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
+)
 def test_example_runs(name: str, tmp_path: Path) -> None:
     assert run([sys.executable, str(ROOT / "examples" / name)], tmp_path).strip()
 
@@ -54,6 +59,7 @@ def test_readme_has_something_to_run() -> None:
     assert len(EXAMPLES) >= 10
 
 
+@pytest.mark.slow
 def test_benchmarks_end_with_one_json_document(tmp_path: Path) -> None:
     """The benchmark of overhead on a very short run: the other ones share its shape."""
     import json

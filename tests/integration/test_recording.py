@@ -66,7 +66,7 @@ def test_any_number_of_recordings_each_with_its_own_steps(
 
 def test_another_thread_records_while_one_generates(long_llama: Path, tmp_path: Path) -> None:
     with LLM(long_llama, **SETTINGS) as llm:
-        thread = threading.Thread(target=generate, args=(llm, 400))
+        thread = threading.Thread(target=generate, args=(llm, 1500))
         thread.start()
         time.sleep(0.3)
         began = time.monotonic()
