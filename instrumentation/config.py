@@ -135,7 +135,8 @@ class ObservabilityConfig:
     )
     flight_slow_step_factor: float | None = option(
         None,
-        "Write a flight record when a step takes so many times the median of its kind.",
+        "Write a flight record when a step takes so many times the median of its kind (known after "
+        "32 steps of it), at most one a minute.",
         minimum=1.0,
     )
     # Objectives.

@@ -48,8 +48,9 @@ class ConsoleStatus:
 
     def observe(self, record: StepRecord, *, num_generation_tokens: int) -> None:
         """Take one step in, with the output tokens that it delivered."""
-        if not self._num_steps and self._clock() - self._last_line_ns >= self._interval_ns:
-            # Nobody ticked while the engine was idle: that time is no part of the rates.
+        was_long = self._clock() - self._last_line_ns >= self._interval_ns
+        if not self._num_steps and (was_long or not self._was_active):
+            # The engine was idle, or coming up: that time is no part of the rates.
             self._last_line_ns = max(self._last_line_ns, record.begin_ns)
         self._last_step = record
         self._num_steps += 1

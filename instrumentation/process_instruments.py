@@ -3,6 +3,7 @@
 Knows which of them there are. Does not know spans or the calls of the engine.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from instrumentation.spans import LooseSpan
 
 if TYPE_CHECKING:
     from instrumentation.live import LiveInstrument
+
+_LOGGER = logging.getLogger("isinglass.telemetry")
 
 JournalFactory = Callable[[str], JournalSink]
 """From a run's folder to a journal in it; raises OSError where it cannot be written."""
@@ -83,6 +86,7 @@ class ProcessInstruments:
             )
             return None
         self.tell(EventRecord(Event.FLIGHT_RECORD, self.clock(), detail=path))
+        _LOGGER.warning("flight record (%s): isinglass flight show %s", reason.label, path)
         return path
 
     def dump_if_asked(self) -> None:

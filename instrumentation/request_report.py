@@ -170,18 +170,17 @@ def _waits(timeline: RequestTimeline, steps: list[HistoricStep]) -> Iterator[Req
     intervals += [(begin, end or timeline.end_ns) for begin, end in timeline.preemptions]
     for begin_ns, end_ns in intervals:
         inside = [one for one in steps if begin_ns <= one.step.begin_ns < end_ns]
-        for cause, group in groupby(
-            inside, key=lambda one: waiting_cause(timeline.request_num, one)
-        ):
-            members = list(group)
-            yield RequestWait(
-                cause,
-                members[0].step.step,
-                members[-1].step.step,
-                len(members),
-                members[0].step.begin_ns,
-                members[-1].step.end_ns,
+        groups = [
+            (cause, list(group))
+            for cause, group in groupby(
+                inside, key=lambda one: waiting_cause(timeline.request_num, one)
             )
+        ]
+        # One wait ends where the next begins, so that they add up to the time of waiting.
+        limits = [begin_ns, *(group[0].step.begin_ns for _, group in groups[1:]), end_ns]
+        for (cause, group), from_ns, to_ns in zip(groups, limits, limits[1:], strict=False):
+            first, last = group[0].step.step, group[-1].step.step
+            yield RequestWait(cause, first, last, len(group), from_ns, to_ns)
 
 
 def _preemptions(
@@ -244,13 +243,22 @@ def _lines(report: RequestReport) -> Iterator[str]:
         )
     for wait in report.waits:
         yield (
-            f"  waited in {wait.num_steps} steps ({wait.first_step} to {wait.last_step}, "
-            f"{_ms(wait.end_ns - wait.begin_ns)}): {wait.cause}"
+            f"  waited {_ms(wait.end_ns - wait.begin_ns)} (steps {wait.first_step} to "
+            f"{wait.last_step}): {wait.cause}"
+        )
+    if report.is_complete and report.steps and timeline.first_scheduled_ns:
+        behind_ns = report.steps[0].begin_ns - timeline.first_scheduled_ns
+        yield (
+            f"  then {_ms(behind_ns)}, part of prefill, until the worker began its first step: the "
+            "next step is planned while one runs"
         )
     for preemption in report.preemptions:
-        by = preemption.by_request_id or f"number {preemption.by_request_num}"
+        if preemption.by_request_num == timeline.request_num:
+            whom = "itself"
+        else:
+            whom = f"request {preemption.by_request_id or preemption.by_request_num}"
         yield (
-            f"  preempted in step {preemption.step} for request {by}: "
+            f"  preempted in step {preemption.step} for {whom}: "
             f"{preemption.num_tokens_lost} tokens lost, {preemption.num_recomputed_tokens} "
             "recomputed"
         )

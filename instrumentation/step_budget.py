@@ -4,7 +4,7 @@ Knows how phases of core and worker overlap, and which of them counts. Does not 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrumentation.names import PHASES, Phase, ThreadName
@@ -17,7 +17,7 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """One step, from scheduling to having applied its output, divided without overlap."""
+    """The time that one step added to the run, divided without overlap."""
 
     step: int
     duration_ns: int
@@ -40,11 +40,13 @@ class StepBudget:
 def step_budgets(
     steps: Sequence[StepRecord], worker_steps: Iterable[WorkerStepRecord]
 ) -> list[StepBudget]:
-    """Divide steps that followed one another.
+    """Divide the time of steps that followed one another.
 
-    Every instant counts once: for the phase that the worker was in with this step; else for the
-    phase of the core loop, which, where steps overlap, may have been busy with another step, and
-    which waits while the worker runs the step before. What is left is unexplained.
+    A step's own time is from the end of the step before (or its own scheduling, where the engine
+    had been idle) to its end in the worker; the last step before an idle time has the rest too. So
+    own times add up to the time in which there was work, also where steps overlap. Every instant
+    counts once: for the phase that the worker was in with this step, else for the phase of the
+    core loop. What is left is unexplained.
     """
     workers = {record.step: record for record in worker_steps}
     core_spans = sorted(
@@ -55,24 +57,37 @@ def step_budgets(
     )
     begins = [span[0] for span in core_spans]
     budgets = []
-    for step in steps:
-        rest: list[Interval] = [(step.begin_ns, step.end_ns)]
+    for step, (begin_ns, end_ns) in zip(steps, _own_times(steps, workers), strict=True):
+        rest: list[Interval] = [(begin_ns, end_ns)] if begin_ns < end_ns else []
         phases_ns: dict[Phase, int] = {}
         worker = workers.get(step.step)
         if worker is not None:
             rest = _take(rest, _spans(worker.phases), phases_ns)
-        first = max(0, bisect_left(begins, step.begin_ns) - 1)
-        last = bisect_left(begins, step.end_ns)
+        first = max(0, bisect_left(begins, begin_ns) - 1)
+        last = bisect_left(begins, end_ns)
         rest = _take(rest, core_spans[first:last], phases_ns)
         budgets.append(
             StepBudget(
                 step.step,
-                step.end_ns - step.begin_ns,
+                max(0, end_ns - begin_ns),
                 phases_ns,
                 sum(end - begin for begin, end in rest),
             )
         )
     return budgets
+
+
+def _own_times(
+    steps: Sequence[StepRecord], workers: Mapping[int, WorkerStepRecord]
+) -> Iterator[Interval]:
+    """Each step's own time; those of a time without idleness follow one another without a gap."""
+    previous_ns = 0
+    for step, following in zip(steps, [*steps[1:], None], strict=False):
+        worker = workers.get(step.step)
+        is_last = following is None or following.begin_ns >= step.end_ns
+        end_ns = step.end_ns if is_last or worker is None else worker.end_ns
+        yield previous_ns or step.begin_ns, end_ns
+        previous_ns = 0 if is_last else max(previous_ns, end_ns)
 
 
 def _spans(flat: Sequence[int]) -> list[Span]:

@@ -5,11 +5,14 @@ Knows arguments and output. Does not know how a run is read; imports that only w
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from traces.journal_reader import Run
+
+_RUN_HELP = "the run's folder, or a flight record; of several, or of a folder of runs, the newest"
 
 
 def add_trace_commands(subparsers: Any) -> None:
@@ -21,12 +24,12 @@ def add_trace_commands(subparsers: Any) -> None:
     commands = trace.add_subparsers(dest="trace_command", required=True, metavar="COMMAND")
 
     summary = commands.add_parser("summary", help="show where the time went")
-    summary.add_argument("run_dir", metavar="RUN_DIR", help="the run's folder, or a flight record")
+    summary.add_argument("run_dir", metavar="RUN_DIR", nargs="+", help=_RUN_HELP)
     summary.add_argument("--json", action="store_true", help="print one JSON document instead")
     summary.set_defaults(handler=run_summary)
 
     convert = commands.add_parser("convert", help="write a Perfetto file (ui.perfetto.dev)")
-    convert.add_argument("run_dir", metavar="RUN_DIR", help="the run's folder, or a flight record")
+    convert.add_argument("run_dir", metavar="RUN_DIR", nargs="+", help=_RUN_HELP)
     convert.add_argument(
         "-o", "--output", metavar="FILE", help="file to write (default: RUN_DIR/trace.pftrace)"
     )
@@ -38,7 +41,7 @@ def add_trace_commands(subparsers: Any) -> None:
     convert.set_defaults(handler=run_convert)
 
     picture = commands.add_parser("picture", help="draw a window of the run as an SVG file")
-    picture.add_argument("run_dir", metavar="RUN_DIR", help="the run's folder, or a flight record")
+    picture.add_argument("run_dir", metavar="RUN_DIR", nargs="+", help=_RUN_HELP)
     picture.add_argument("-o", "--output", metavar="FILE", required=True, help="file to write")
     for bound, what in (("begin", "first step's begin"), ("end", "last step's end")):
         picture.add_argument(
@@ -118,6 +121,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
         if error.name is None or error.name.partition(".")[0] not in ("perfetto", "google"):
             raise
         return _fail(f"{error}; install the packages perfetto and protobuf to convert a run")
+    if arguments.profiles is not None and not Path(arguments.profiles).is_dir():
+        return _fail(f"--profiles {arguments.profiles}: there is no such folder")
     try:
         run_dir = _pick_run(arguments.run_dir)
         status = _warn(read_run(run_dir))
@@ -148,24 +153,29 @@ def run_picture(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _pick_run(given: str) -> Path:
-    """The run that a path means: itself, or the newest run in a folder that holds runs."""
+def _pick_run(given: Sequence[str]) -> Path:
+    """The run that paths mean: the one named, or the newest of several, or of a folder of runs."""
     from instrumentation.journal import SUFFIX
 
-    path = Path(given)
-    if not path.is_dir() or any(path.glob(f"*{SUFFIX}")):
-        return path
+    paths = [Path(one) for one in given]
+    if len(paths) == 1:
+        path = paths[0]
+        if not path.is_dir() or any(path.glob(f"*{SUFFIX}")):
+            return path
+        candidates = list(path.iterdir())
+    else:
+        candidates = paths
     runs = {
         folder: max(file.stat().st_mtime_ns for file in folder.glob(f"*{SUFFIX}"))
-        for folder in path.iterdir()
+        for folder in candidates
         if any(folder.glob(f"*{SUFFIX}"))
     }
     if not runs:
-        return path
+        return paths[0]
     newest = max(runs, key=lambda folder: (runs[folder], folder.name))
     print(
-        f"isinglass trace: {path} holds {len(runs)} run{'s' if len(runs) > 1 else ''}; this is the "
-        f"newest, {newest}",
+        f"isinglass trace: of {len(runs)} run{'s' if len(runs) > 1 else ''} this is the newest, "
+        f"{newest}",
         file=sys.stderr,
     )
     return newest

@@ -51,6 +51,11 @@ class EngineViews:
         return self._observer.metrics.snapshot()
 
     @property
+    def core_pid(self) -> int:
+        """Process id of the engine core, for `kill -USR2`, `nsys` and the like."""
+        return self.llm_engine.engine_core.core_pid
+
+    @property
     def metrics_url(self) -> str | None:
         """Where Prometheus finds the metrics, None without `metrics_port`."""
         return None if self._metrics_server is None else self._metrics_server.url

@@ -57,6 +57,9 @@ class _Item(NamedTuple):
 class LLM(EngineViews):
     """An engine for offline use. Thread-safe: calls from several threads wait for each other.
 
+    Requests arrive when the call is made: checking, tokenising and waiting for other threads' calls
+    are part of their time in the queue.
+
     Args:
         model: folder of a Transformers checkpoint, .gguf file or hub name; without it the embedded
             SmolLM2-135M-Instruct.
@@ -99,7 +102,7 @@ class LLM(EngineViews):
             obs.close()
             raise
         for line in without_effect(audit(wanted)):
-            logger.warning("asked for without effect: %s", line)
+            logger.warning("%s is without effect: %s", line.option, line.detail)
 
     # -- generating ------------------------------------------------------------------------------
 
@@ -269,10 +272,14 @@ class LLM(EngineViews):
         priority: Sequence[int] | None,
         operation: str,
     ) -> list[RequestOutput]:
+        # Before the lock: a caller that waits for another thread's call waits, and that shows.
+        arrival_ns = time.monotonic_ns()
         with self._lock:
-            with self.llm_engine.counting_rejections(params=params, operation=operation):
+            with self.llm_engine.counting_rejections(
+                params=params, operation=operation, arrival_ns=arrival_ns
+            ):
                 items = self._validate(_as_list(prompts), params, priority)
-            return self._run(items, use_tqdm, operation)
+            return self._run(items, use_tqdm, operation, arrival_ns)
 
     def _validate(
         self,
@@ -311,7 +318,9 @@ class LLM(EngineViews):
                 items.append(_Item(processor.process_prompt(prompt, mine), mine, rank))
         return items
 
-    def _run(self, items: list[_Item], use_tqdm: bool, operation: str) -> list[RequestOutput]:
+    def _run(
+        self, items: list[_Item], use_tqdm: bool, operation: str, arrival_ns: int
+    ) -> list[RequestOutput]:
         engine = self.llm_engine
         finished: dict[str, RequestOutput] = {}
         request_ids: list[str] = []
@@ -324,7 +333,7 @@ class LLM(EngineViews):
                         request_ids[-1],
                         item.prompt,
                         item.params,
-                        arrival_ns=time.monotonic_ns(),
+                        arrival_ns=arrival_ns,
                         priority=item.priority,
                         operation=operation,
                     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import ConfigError, IsinglassError
+from engine.errors import ConfigError, IsinglassError, RequestError
 from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import OutputProcessor
 from engine.transport.client import EngineCoreClient
@@ -149,9 +149,14 @@ class EngineControls:
         """What a report of a request is made from, which any thread may do.
 
         Raises:
+            RequestError: the id is no string.
             IsinglassError: no such request is known, it has several sequences, or there are no
                 statistics.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(
+                f"request_id must be a string, as RequestOutput.request_id is; got {request_id!r}"
+            )
         if self._observer is None:
             raise IsinglassError(
                 "there are no time lines of requests: disable_log_stats=True. Leave it out."

@@ -40,6 +40,11 @@ class EngineCoreClient(ABC):
 
         return InprocClient(config, run_dir=run_dir)
 
+    @property
+    @abstractmethod
+    def core_pid(self) -> int:
+        """Process id of the core."""
+
     @abstractmethod
     def wait_ready(self) -> EngineCoreReadyResponse:
         """Wait until the core is up.

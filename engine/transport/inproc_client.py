@@ -1,5 +1,6 @@
 """The core in the caller's own process: for debugging, and for many very short calls."""
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,10 @@ class InprocClient(EngineCoreClient):
             raise
         self._ready: deque[EngineCoreOutputs] = deque()
         self._death: EngineDeadError | None = None
+
+    @property
+    def core_pid(self) -> int:
+        return os.getpid()
 
     def wait_ready(self) -> EngineCoreReadyResponse:
         return self._core.ready_response()

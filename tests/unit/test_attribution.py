@@ -186,6 +186,9 @@ def test_a_report_says_why_the_request_waited_and_who_threw_it_out() -> None:
         ("max_num_seqs", 3, 3),
         ("after_preemption", 5, 5),
     ]
+    # They add up to the time in the waiting queue.
+    num_waited = sum(wait.end_ns - wait.begin_ns for wait in report.waits)
+    assert num_waited == life.queue_ns - life.intake_ns + life.preempted_ns
     [preemption] = report.preemptions
     assert (preemption.by_request_num, preemption.by_request_id) == (9, "other")
     assert preemption.num_tokens_lost == 12
@@ -204,7 +207,7 @@ def test_a_report_says_why_the_request_waited_and_who_threw_it_out() -> None:
     for part in (
         "request a (length)",
         "queue 35.000 ms + prefill 10.000 ms + decode 10.000 ms + preempted 10.000 ms",
-        "waited in 2 steps (1 to 2, 20.000 ms): head_of_line",
+        "waited 24.000 ms (steps 1 to 2): head_of_line",
         "preempted in step 5 for request other: 12 tokens lost, 4 recomputed",
         "8 of 13 tokens; no more because: evicted, 3.000 ms before",
     ):

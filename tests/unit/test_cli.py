@@ -169,8 +169,13 @@ def test_a_folder_of_runs_means_the_newest(
     (tmp_path / "notes.txt").write_text("no run")
     assert main(["trace", "summary", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert "holds 3 runs; this is the newest, " in err
+    assert "of 3 runs this is the newest, " in err
     assert err.endswith("run-a\n")
     assert "run-a" in out.replace("\n", "")
     assert main(["trace", "convert", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run-a' / 'trace.pftrace'}\n"
+    # What a shell makes of `run-*`.
+    assert main(["trace", "convert", *(str(tmp_path / f"run-{name}") for name in "abc")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run-a' / 'trace.pftrace'}\n"
+    assert main(["trace", "convert", str(tmp_path), "--profiles", str(tmp_path / "none")]) == 1
+    assert "no such folder" in capsys.readouterr().err
