@@ -185,7 +185,10 @@ class EngineConfig:
             if name == "logits_processors" and isinstance(value, list):
                 value = tuple(value)
             if name == "custom_histogram_buckets" and isinstance(value, Mapping) and value:
-                value = json.dumps(value)
+                try:
+                    value = json.dumps(value)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise ConfigError(f"custom_histogram_buckets is no JSON: {error}") from error
             groups[_GROUP_OF[name]][name] = value
         config = cls(**{name: GROUPS[name](**values) for name, values in groups.items()})
         config.validate()

@@ -41,15 +41,21 @@ class AuditLine(NamedTuple):
 
 
 def audit(
-    config: ObservabilityConfig, *, environment: Mapping[str, str] | None = None
+    config: ObservabilityConfig,
+    *,
+    environment: Mapping[str, str] | None = None,
+    is_tracing: bool | None = None,
 ) -> list[AuditLine]:
-    """Look at every option; a line each, and one for the hooks of the environment."""
+    """Look at every option; a line each, and one for the hooks of the environment.
+
+    `is_tracing` says whether the engine has really set OpenTelemetry up, None before it has tried.
+    """
     environ = os.environ if environment is None else environment
     lines = [
         *_metrics(config),
         *_recording(config),
         *_flight(config),
-        *_otel(config, environ),
+        *_otel(config, environ, is_tracing),
         *_ranges(config, environ),
     ]
     audited = {option for line in lines for option in line.option.split(", ")}
@@ -77,7 +83,7 @@ def _needs(
     default = next(spec.default for spec in fields(config) if spec.name == option)
     if value == default and not has:
         return AuditLine(option, AuditState.OFF, needed)
-    if value in (None, "none", False):
+    if value is None or value is False or value == "none":
         return AuditLine(option, AuditState.OFF, "not asked for")
     if not has:
         return AuditLine(option, AuditState.WITHOUT_EFFECT, needed)
@@ -136,13 +142,18 @@ def _flight(config: ObservabilityConfig) -> Iterator[AuditLine]:
     )
 
 
-def _otel(config: ObservabilityConfig, environ: Mapping[str, str]) -> Iterator[AuditLine]:
+def _otel(
+    config: ObservabilityConfig, environ: Mapping[str, str], is_tracing: bool | None
+) -> Iterator[AuditLine]:
     has_provider = application_provider() is not None
     wrong = ""
     try:
         targets = read_settings(config, environ)
     except ValueError as error:
         targets, wrong = OtlpSettings(None, None), str(error)
+    if is_tracing is False and (targets.exports_anything or has_provider):
+        targets, has_provider = OtlpSettings(None, None), False
+        wrong = "it was not set up when the engine started; its log says why, if it was asked for"
     has_traces = targets.traces is not None or has_provider
     if is_disabled(environ):
         needed = "OTEL_SDK_DISABLED is true"

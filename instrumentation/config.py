@@ -30,7 +30,7 @@ class ObservabilityConfig:
         False, "Keep no metrics and log no status lines (traces are separate: trace_dir)."
     )
     log_stats_interval_s: float = option(
-        10.0, "Seconds between status lines while requests are running.", minimum=0.1
+        10.0, "Seconds between status lines while requests are running.", minimum=0.1, maximum=1e6
     )
     log_format: str = option(
         "text",
@@ -69,6 +69,7 @@ class ObservabilityConfig:
         None,
         "Keep only about the last so many seconds of a recording (ring mode). Default: all.",
         minimum=1.0,
+        maximum=1e6,
     )
     telemetry_max_share: float = option(
         0.05,
@@ -111,12 +112,13 @@ class ObservabilityConfig:
         "folder below the temporary folder.",
     )
     profiler_max_steps: int = option(
-        100, "Steps after which a torch profile ends by itself.", minimum=1
+        100, "Steps after which a torch profile ends by itself.", minimum=1, maximum=1 << 50
     )
     profiler_max_bytes: int = option(
         1 << 30,
         "Estimated size of the events at which a torch profile ends by itself.",
         minimum=1 << 20,
+        maximum=1 << 50,
     )
     # Flight recorder.
     flight_recorder_steps: int = option(
@@ -131,7 +133,10 @@ class ObservabilityConfig:
         "temporary folder.",
     )
     flight_slow_step_s: float | None = option(
-        None, "Write a flight record when a step takes at least so many seconds.", minimum=0.0
+        None,
+        "Write a flight record when a step takes at least so many seconds.",
+        minimum=0.0,
+        maximum=1e6,
     )
     flight_slow_step_factor: float | None = option(
         None,

@@ -8,6 +8,8 @@ import math
 
 from instrumentation.metric_info import METRICS, PREFIX, MetricKind
 
+_LARGEST = 1e15
+
 
 def parse_buckets(text: str | None) -> dict[str, tuple[float, ...]]:
     """Bounds by full metric name, from JSON: an object from metric name to rising numbers.
@@ -23,7 +25,7 @@ def parse_buckets(text: str | None) -> dict[str, tuple[float, ...]]:
         return {}
     try:
         given = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"custom_histogram_buckets is no JSON: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(
@@ -48,13 +50,13 @@ def _full_name(name: str) -> str:
 
 
 def _bounds(name: str, bounds: object) -> tuple[float, ...]:
-    wanted = "must be a list of finite numbers, each above the one before it"
+    wanted = f"must be a list of numbers up to {_LARGEST:g}, each above the one before it"
     if not isinstance(bounds, list) or not bounds:
         raise ValueError(f"custom_histogram_buckets[{name!r}] {wanted}")
     numbers = []
     for bound in bounds:
         is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if not is_number or not math.isfinite(bound):
+        if not is_number or math.isnan(bound) or abs(bound) > _LARGEST:
             raise ValueError(f"custom_histogram_buckets[{name!r}] {wanted}; {bound!r} is not")
         if bound < 0 or (numbers and bound <= numbers[-1]):
             raise ValueError(f"custom_histogram_buckets[{name!r}] {wanted}, none below 0")

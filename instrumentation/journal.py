@@ -66,6 +66,11 @@ class JournalWriter:
         ):
             self.flush()
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the file has lost its name: what is written to it will be gone."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def flush(self) -> None:
         """Hand everything to the operating system, where it survives this process."""
         with memoryview(self._buffer) as rest:

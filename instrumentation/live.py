@@ -8,6 +8,7 @@ they reach the metrics too. Other phases go into the ring one by one, and add up
 """
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -325,7 +326,12 @@ class LiveInstrument(Instrument):
         return drain.flush(timeout_s) if drain is not None else True
 
     def close(self) -> None:
-        """Flush and stop the process's recording; a thread's own instrument only flushes."""
+        """Flush and stop the process's recording; a thread's own instrument only flushes.
+
+        In a fork it does nothing: the files are the parent's.
+        """
+        if self._process.pid != os.getpid():
+            return
         for group in (self._core_group, self._worker_group):
             if group:
                 self._move_out(group)

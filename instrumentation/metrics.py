@@ -1,9 +1,10 @@
 """The engine's metrics, counted from its records in the frontend.
 
 Knows the groups of metrics and who feeds which. Does not know how numbers are kept nor who reads
-the snapshot. One thread observes; any thread may take a snapshot.
+the snapshot. Whoever counts several things that belong together holds `Metrics.lock`.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -36,6 +37,8 @@ class Metrics:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.labels = dict(labels or {})
+        self.lock = threading.RLock()
+        """Held for as long as a message is counted or a snapshot taken, so that sums hold."""
         self._instrument = instrument
         self._clock = clock
         self._families = Families(buckets)
@@ -72,6 +75,10 @@ class Metrics:
 
     def snapshot(self) -> list[Metric]:
         """Read every series, also those still at zero, in the catalogue's order."""
+        with self.lock:
+            return self._snapshot()
+
+    def _snapshot(self) -> list[Metric]:
         last_step = self.steps.last_step
         self.steps.take_levels(self._clock(), self._instrument.phase_totals_ns())
         if last_step is not None:

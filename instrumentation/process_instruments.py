@@ -4,6 +4,7 @@ Knows which of them there are. Does not know spans or the calls of the engine.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ class ProcessInstruments:
         recorder: FlightRecorder | None,
         make_journal: JournalFactory | None,
     ) -> None:
+        self.pid = os.getpid()
         self.drain = drain
         self.clock = clock
         self.recorder = recorder
@@ -65,6 +67,7 @@ class ProcessInstruments:
         self.rewire()
         what = ("everything", "all but phases outside of steps", "no phases")[level]
         detail = f"recording took {share:.1%} of a processor; now records {what}"
+        _LOGGER.warning("%s (telemetry_max_share)", detail)
         self.tell(EventRecord(Event.TELEMETRY_THROTTLED, self.clock(), value=level, detail=detail))
 
     def tell(self, event: EventRecord) -> None:

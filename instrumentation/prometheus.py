@@ -29,6 +29,7 @@ from prometheus_client.samples import Exemplar as ClientExemplar
 from instrumentation.metric_info import METRICS, MetricInfo, MetricKind
 from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
 
+_IDLE_TIMEOUT_S = 10.0
 _OPENMETRICS = "application/openmetrics-text"
 _LOGGER = logging.getLogger("isinglass.telemetry")
 
@@ -108,6 +109,9 @@ class MetricsServer:
 
 
 class _QuietHandler(WSGIRequestHandler):
+    timeout = _IDLE_TIMEOUT_S
+    """Of a connection that says nothing: it holds a thread and a file descriptor."""
+
     def log_message(self, format: str, *arguments: Any) -> None:
         """Write nothing: a scrape every few seconds is no news."""
 
@@ -119,6 +123,9 @@ def _application(registry: CollectorRegistry) -> Callable[..., list[bytes]]:
         if environ["PATH_INFO"].rstrip("/") != "/metrics":
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"Metrics are at /metrics.\n"]
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            start_response("405 Method Not Allowed", [("Allow", "GET, HEAD")])
+            return []
         encode, content_type = choose_encoder(environ.get("HTTP_ACCEPT", ""))
         if content_type.startswith(_OPENMETRICS):
             # All our names are valid as they are; the library's other escapings would replace the
@@ -131,8 +138,8 @@ def _application(registry: CollectorRegistry) -> Callable[..., list[bytes]]:
         if "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""):
             body = gzip.compress(body, compresslevel=1)
             headers.append(("Content-Encoding", "gzip"))
-        start_response("200 OK", headers)
-        return [body]
+        start_response("200 OK", [*headers, ("Content-Length", str(len(body)))])
+        return [body] if environ["REQUEST_METHOD"] == "GET" else []
 
     return serve
 

@@ -117,6 +117,8 @@ class JournalSink:
         if time.monotonic_ns() - self._anchored_ns >= _ANCHOR_INTERVAL_NS:
             self._write_anchor(self._writer)
         self._writer.flush()
+        if self._writer.is_deleted:
+            raise FileNotFoundError(f"{self._writer.path} was deleted while it was being written")
 
     def close(self) -> None:
         """Write a last clock anchor and close the file."""

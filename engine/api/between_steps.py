@@ -5,9 +5,12 @@ Knows who holds the engine's lock. Does not know what is called.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from engine.errors import IsinglassError
 
 _RETRY_S = 0.02
 
@@ -24,9 +27,30 @@ class BetweenSteps:
     def __init__(self, lock: "threading.RLock") -> None:
         self._lock = lock
         self._pending: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._generating: int | None = None
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Take the engine for the length of a generation."""
+        with self._lock:
+            before, self._generating = self._generating, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._generating = before
 
     def call(self, function: Callable[[], ResultT]) -> ResultT:
-        """Call a function while no step is being taken; returns or raises what it does."""
+        """Call a function while no step is being taken; returns or raises what it does.
+
+        Raises:
+            IsinglassError: this thread is in the middle of a generation (so the call comes from a
+                signal's handler), or the thread that was to make the call was interrupted.
+        """
+        if self._generating == threading.get_ident():
+            raise IsinglassError(
+                "this thread is generating: its signal handlers cannot call the engine. Call from "
+                "another thread."
+            )
         future: Future[ResultT] = Future()
         self._pending.append((future, function))
         while not future.done():
@@ -43,7 +67,11 @@ class BetweenSteps:
             future, function = self._pending.popleft()
             try:
                 future.set_result(function())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise  # Ctrl-C is for this thread
+            except BaseException:
+                # Ctrl-C is for this thread, and not for the one that waits.
+                future.set_exception(
+                    IsinglassError("the thread that was to make this call was interrupted")
+                )
+                raise

@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.system is not None and not arguments.chat:
         raise ConfigError("--system needs --chat")
     with LLM(**engine_arguments(arguments, skip=_SKIPPED)) as llm:
+        if llm.metrics_url is not None:
+            print(f"metrics at {llm.metrics_url}", file=sys.stderr)
         params = llm.get_default_sampling_params().clone(
             output_kind=RequestOutputKind.DELTA, **sampling_arguments(arguments)
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine.api.between_steps import BetweenSteps
 from engine.api.run_dir import make_run_dir
 from engine.config import EngineConfig
-from engine.errors import IsinglassError
+from engine.errors import ConfigError, IsinglassError
 from engine.frontend.llm_engine import LLMEngine
 from engine.frontend.observer import EngineObserver
 from instrumentation import Metric, ProfileStatus, RequestReport, report_request
@@ -62,7 +62,7 @@ class EngineViews:
 
     def observability_audit(self) -> list[AuditLine]:
         """Each option of observability: on, off, or asked for without effect, and why."""
-        return audit(self.config.observability)
+        return audit(self.config.observability, is_tracing=self.llm_engine.tracer.is_on)
 
     def start_trace(self, trace_dir: str | os.PathLike[str] | None = None) -> str:
         """Begin to record every step and request; returns the new folder of this run.
@@ -78,8 +78,11 @@ class EngineViews:
             IsinglassError: a recording is being written already, or nothing can be recorded.
             EngineDeadError: the core has died.
         """
-        chosen = trace_dir or self.config.observability.trace_dir or "runs"
-        run_dir = make_run_dir(os.fspath(chosen))
+        if trace_dir is None:
+            trace_dir = self.config.observability.trace_dir or "runs"
+        elif not isinstance(trace_dir, str | os.PathLike):
+            raise ConfigError(f"trace_dir must be a path, got {trace_dir!r}")
+        run_dir = make_run_dir(os.fspath(trace_dir))
         try:
             self._between_steps.call(lambda: self.llm_engine.controls.start_recording(run_dir))
         except BaseException:

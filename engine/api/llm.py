@@ -274,7 +274,7 @@ class LLM(EngineViews):
     ) -> list[RequestOutput]:
         # Before the lock: a caller that waits for another thread's call waits, and that shows.
         arrival_ns = time.monotonic_ns()
-        with self._lock:
+        with self._between_steps.generating():
             with self.llm_engine.counting_rejections(
                 params=params, operation=operation, arrival_ns=arrival_ns
             ):

@@ -39,7 +39,7 @@ def serve_metrics(
     )
     try:
         server = MetricsServer(collector, host=wanted.metrics_host, port=wanted.metrics_port)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that is none
         raise ConfigError(
             f"cannot listen at metrics_host {wanted.metrics_host!r}, metrics_port "
             f"{wanted.metrics_port} ({error}). Use another port, or 0 for any free one."

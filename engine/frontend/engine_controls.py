@@ -4,6 +4,7 @@ Knows which process does what. Does not know when a call may be made: the caller
 them one by one, between steps.
 """
 
+import contextlib
 import os
 import tempfile
 from typing import Any
@@ -21,6 +22,8 @@ from instrumentation import (
     RequestTimeline,
     StepHistory,
 )
+
+_MAX_LIMIT = 1 << 50
 
 
 class EngineControls:
@@ -68,11 +71,13 @@ class EngineControls:
         settings = self._settings
         max_steps = settings.profiler_max_steps if max_steps is None else max_steps
         max_bytes = settings.profiler_max_bytes if max_bytes is None else max_bytes
-        if max_steps < 1 or max_bytes < 1:
-            raise ConfigError(
-                f"max_steps and max_bytes of a profile must be at least 1, got {max_steps} and "
-                f"{max_bytes}"
-            )
+        for name, limit in (("max_steps", max_steps), ("max_bytes", max_bytes)):
+            is_whole = isinstance(limit, int) and not isinstance(limit, bool)
+            if not is_whole or not 1 <= limit <= _MAX_LIMIT:
+                raise ConfigError(
+                    f"{name} of a profile must be a whole number from 1 to {_MAX_LIMIT}, "
+                    f"got {limit!r}"
+                )
         chosen = settings.profiler_dir or folder or tempfile.mkdtemp(prefix="isinglass-profile-")
         options = {
             # The core may work in another folder.
@@ -82,7 +87,13 @@ class EngineControls:
             "with_stack": bool(with_stack),
             "record_shapes": bool(record_shapes),
         }
-        return self._profile_utility("start_profile", options)
+        try:
+            return self._profile_utility("start_profile", options)
+        except BaseException:
+            if not (settings.profiler_dir or folder):
+                with contextlib.suppress(OSError):  # not empty: a part of a profile is there
+                    os.rmdir(chosen)
+            raise
 
     def stop_profile(self) -> list[ProfileStatus]:
         """End the profiles at once; their files are written while steps go on.

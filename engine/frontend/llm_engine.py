@@ -210,6 +210,7 @@ class LLMEngine:
         )
         try:
             with serving(request_id, traceparent):
+                logger.debug("request arrived with %d prompt tokens", len(prompt.token_ids))
                 self._send_samples(
                     request_id,
                     prompt,

@@ -79,6 +79,12 @@ class EngineObserver:
         self, message: EngineCoreOutputs, done: ProcessedOutputs, *, received_ns: int = 0
     ) -> None:
         """One message from the core, and what became of it."""
+        with self.metrics.lock:
+            self._observe(message, done, received_ns)
+
+    def _observe(
+        self, message: EngineCoreOutputs, done: ProcessedOutputs, received_ns: int
+    ) -> None:
         began_ns = time.monotonic_ns()
         self.fenced(SinkName.METRICS, self._count, message, done, received_ns)
         if message.step is not None or message.worker_step is not None:
@@ -102,7 +108,8 @@ class EngineObserver:
     def fenced(self, sink: SinkName, call: Callable[..., Any], *arguments: Any) -> None:
         """Call what may fail without harm; its first error is logged, all are counted."""
         try:
-            call(*arguments)
+            with self.metrics.lock:
+                call(*arguments)
         except Exception as error:
             self.metrics.engine.count_error(sink)
             if sink not in self._sinks_logged:

@@ -12,7 +12,7 @@ from engine.frontend.input_processor import ProcessedPrompt
 from engine.frontend.logprobs import LogprobsProcessor
 from engine.frontend.parallel_sampling import ParentRequest
 from engine.frontend.tokenizer import Tokenizer
-from engine.log import set_served
+from engine.log import get_logger, set_served
 from engine.types.logprobs import LogprobsLists
 from engine.types.messages import (
     CoreTimes,
@@ -24,6 +24,8 @@ from engine.types.messages import (
 from engine.types.outputs import CompletionOutput, RequestOutput
 from engine.types.sampling import RequestOutputKind
 from instrumentation import Instrument, RequestTimeline
+
+logger = get_logger(__name__)
 
 
 class RequestState:
@@ -231,6 +233,9 @@ class OutputProcessor:
             finish_reason = str(reason)
             timeline = _timeline(state, finish_reason, stop_reason=stop_reason, error=output.error)
             done.timelines.append(timeline)
+            logger.debug(
+                "request ended (%s) with %d tokens", finish_reason, timeline.num_generation_tokens
+            )
             self._forget(state)
         completion = state.completion(finish_reason, stop_reason, timeline)
         request_output = _request_output(state, completion, output)

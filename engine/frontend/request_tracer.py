@@ -32,6 +32,8 @@ TEXT_COMPLETION, CHAT = "text_completion", "chat"
 class RequestTracer:
     """Traces nothing; what an engine has for which no receiver is configured."""
 
+    is_on = False
+
     @property
     def num_errors(self) -> int:
         """Exports that have failed, and calls of this object that did."""
@@ -108,6 +110,8 @@ def _fenced(call: _Call) -> _Call:
 
 class OpenTelemetryTracer(RequestTracer):
     """Traces through `instrumentation.otel`."""
+
+    is_on = True
 
     def __init__(self, telemetry: "Telemetry") -> None:
         self.telemetry = telemetry

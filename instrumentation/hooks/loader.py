@@ -44,7 +44,7 @@ def activate(
                 hook.load()
             for target in hook.targets:
                 watch(target, _fenced(hook))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             report(name, error)
 
 
@@ -58,7 +58,7 @@ def _fenced(hook: Any) -> Callable[[ModuleType], None]:
             if hook.source == "builtin":
                 check_instrumentation()
             hook.load()(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             report(hook.name, error)
 
     return apply

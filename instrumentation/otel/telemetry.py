@@ -7,6 +7,7 @@ for long, or the exporting thread. The engine core takes no part.
 
 import atexit
 import contextlib
+import math
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ from instrumentation.otel.startup_spans import StartupPhaseTimes, write_startup
 from instrumentation.otel.step_spans import StepSpans
 from instrumentation.records import RequestTimeline, StepRecord, WorkerStepRecord
 
+_MAX_INTERVAL_S = 86_400.0
 CLOSE_TIMEOUT_S = 2.0
 """What shutting down may wait for receivers, all signals together."""
 _MAX_INBOX = 8192
@@ -120,6 +122,7 @@ class Telemetry:
         self._inbox: deque[Callable[[], None] | _Message] = deque()
         self._wake = threading.Event()
         self._closing = threading.Event()
+        self._pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closed = False
         self._close_timeout_s = CLOSE_TIMEOUT_S
@@ -223,6 +226,8 @@ class Telemetry:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Export what there is, as far as that goes in so much time; harmless when called twice."""
+        if os.getpid() != self._pid:  # a fork's end is not the engine's
+            return
         with self._close_lock:
             if self._closed:
                 return
@@ -307,13 +312,21 @@ class Telemetry:
         if steps is None:
             return
         until = time.monotonic() + budget_s
-        steps.export_waiting(
-            lambda: time.monotonic() < until and not (processor and processor.is_crowded)
-        )
+        while True:
+            try:
+                steps.export_waiting(
+                    lambda: time.monotonic() < until and not (processor and processor.is_crowded)
+                )
+                return
+            except Exception as error:
+                # A processor or sampler of the application: the step is lost, the others are not.
+                self._trace_health.failed(f"a step's span could not be made: {error!r}", num_lost=1)
 
 
 def _interval_s() -> float:
     """OTEL_METRIC_EXPORT_INTERVAL, which is in milliseconds; a minute without it."""
     with contextlib.suppress(ValueError):
-        return max(0.01, float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "60000")) / 1000)
+        interval_s = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "60000")) / 1000
+        if math.isfinite(interval_s):
+            return min(max(0.01, interval_s), _MAX_INTERVAL_S)
     return 60.0

@@ -53,6 +53,19 @@ def test_what_an_option_needs_makes_it_count() -> None:
     assert disabled["otlp_traces_endpoint"] is AuditState.WITHOUT_EFFECT
 
 
+def test_an_objective_of_zero_is_one() -> None:
+    found = states(ObservabilityConfig(slo_ttft_s=0.0, flight_slow_step_s=0.0))
+    assert found["slo_ttft_s"] is found["flight_slow_step_s"] is AuditState.ON
+    lines = audit(ObservabilityConfig(slo_itl_s=0.0, disable_log_stats=True), environment={})
+    assert [line.option for line in without_effect(lines)] == ["slo_itl_s"]
+
+
+def test_tracing_that_could_not_be_set_up_is_not_on() -> None:
+    config = ObservabilityConfig(otlp_traces_endpoint="http://localhost:4317")
+    lines = audit(config, environment={}, is_tracing=False)
+    assert "otlp_traces_endpoint" in {line.option for line in without_effect(lines)}
+
+
 def test_a_variable_that_cannot_be_used_is_named() -> None:
     environment = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4317",

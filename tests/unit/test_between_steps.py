@@ -6,6 +6,7 @@ import time
 import pytest
 
 from engine.api.between_steps import BetweenSteps
+from engine.errors import IsinglassError
 
 
 def test_a_free_engine_is_called_in_the_callers_own_thread() -> None:
@@ -61,3 +62,35 @@ def test_calls_of_many_threads_are_made_one_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert sorted(results) == list(range(20))
+
+
+def test_the_thread_that_generates_cannot_call_from_a_signal_handler() -> None:
+    between = BetweenSteps(threading.RLock())
+    with between.generating(), pytest.raises(IsinglassError, match="another thread"):
+        between.call(lambda: 1)
+    assert between.call(lambda: 1) == 1
+
+
+def test_an_interrupt_ends_the_thread_that_it_meets_and_no_other() -> None:
+    between = BetweenSteps(threading.RLock())
+    caught: list[BaseException] = []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def ask() -> None:
+        try:
+            between.call(interrupted)
+        except BaseException as error:
+            caught.append(error)
+
+    with between.generating():
+        thread = threading.Thread(target=ask)
+        thread.start()
+        deadline = time.monotonic() + 10
+        while not between._pending and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with pytest.raises(KeyboardInterrupt):
+            between.run_pending()
+    thread.join()
+    assert isinstance(caught[0], IsinglassError)

@@ -349,3 +349,33 @@ def test_two_ring_recordings_of_a_process_stay_apart(tmp_path: Path) -> None:
         list(range(10)),
         list(range(100, 110)),
     ]
+
+
+def test_a_fork_leaves_its_parents_journal_alone(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from instrumentation import *; "
+        "from instrumentation.setup import setup; "
+        "obs = setup(ObservabilityConfig(), role=Role.CALLER, run_dir=sys.argv[1]); "
+        "obs.request(RequestTimeline(request_id='once')); "
+        "child = os.fork(); "
+        "child or sys.exit(0); "
+        "os.waitpid(child, 0)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    subprocess.run(command, check=True)
+    [path] = tmp_path.glob("caller.*.journal")
+    frames = read_journal(path).frames
+    assert [r.request_id for _, r in frames if isinstance(r, RequestTimeline)] == ["once"]
+
+
+def test_a_journal_that_is_deleted_is_missed(tmp_path: Path) -> None:
+    obs = setup(ObservabilityConfig(), role=Role.CORE, run_dir=str(tmp_path))
+    [path] = tmp_path.glob("core.*.journal")
+    path.unlink()
+    obs.step(StepRecord(step=1, begin_ns=1, end_ns=2))
+    obs.flush()
+    obs.step(StepRecord(step=2, begin_ns=1, end_ns=2))
+    obs.flush()
+    assert obs.telemetry_errors() == {"journal": 1}
+    assert obs.telemetry_drops() == {"journal": 1}
+    obs.close()

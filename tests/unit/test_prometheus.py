@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from engine import ConfigError
 from engine.config import EngineConfig
-from instrumentation import Metric, Metrics, Preemption, RequestTimeline, StepRecord
+from engine.frontend.observer import EngineObserver
+from engine.frontend.output_processor import ProcessedOutputs
+from engine.types.messages import EngineCoreOutputs
+from instrumentation import (
+    ConsoleStatus,
+    Metric,
+    Metrics,
+    Preemption,
+    RequestTimeline,
+    StepRecord,
+)
 from instrumentation.histogram_buckets import parse_buckets
 from instrumentation.metric_docs import render
 from instrumentation.metric_info import METRICS, MetricKind
@@ -261,3 +272,39 @@ def test_the_page_of_metrics_is_what_the_catalogue_gives() -> None:
     assert page == render(), "run: python -m instrumentation.metric_docs > docs/metrics.md"
     for name in METRICS:
         assert f"`{name}`" in page
+
+
+def test_only_reading_is_allowed(server: MetricsServer) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="405"):
+        urllib.request.urlopen(server.url, data=b"x", timeout=10)
+    request = urllib.request.Request(server.url, method="HEAD")
+    with urllib.request.urlopen(request, timeout=10) as response:
+        assert int(response.headers["Content-Length"]) > 1000
+        assert response.read() == b""
+
+
+def test_sums_hold_for_whoever_reads_meanwhile() -> None:
+    metrics = Metrics(LABELS)
+    observer = EngineObserver(metrics, ConsoleStatus(log=lambda line: None))
+    done = ProcessedOutputs()
+    done.timelines = [RequestTimeline(request_id="a", last_token_ns=7, finish_reason="stop")] * 5
+    stop = threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            observer.observe(EngineCoreOutputs(), done)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for _ in range(200):
+            found = {m.name: m for m in metrics.snapshot() if "request_" in m.name}
+            counts = {
+                found[f"isinglass_request_{part}_seconds"].count
+                for part in ("e2e", "queue", "prefill", "decode", "delivery")
+            }
+            assert len(counts) == 1
+            assert counts.pop() % 5 == 0
+    finally:
+        stop.set()
+        thread.join()
