@@ -81,7 +81,7 @@ def settings(mode: str, folder: str, receiver: str) -> dict[str, Any]:
     return common | {
         "metrics_port": 0,
         "trace_dir": folder,
-        "otlp_traces_endpoint": receiver,
+        "otlp_traces_endpoint": f"{receiver}/v1/traces",  # a path means HTTP
         "trace_steps": "all",
         "nvtx": "on",
     }
