@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from instrumentation.flight import is_flight_file
 from instrumentation.labels import format_step_label
 from instrumentation.names import AdmissionStop
 from instrumentation.records import EventRecord, FlightDump, StepRecord, WorkerStepRecord
@@ -85,7 +86,10 @@ def _heading(record: FlightRecord) -> Text:
     writer = f"{header.role} {header.rank} (pid {header.pid} on {header.host})"
     text.append(f"written by {writer}\n", style="not bold")
     if dump is None:
-        text.append("the file is cut off: it does not say why it was written", style="red")
+        if is_flight_file(record.path):
+            text.append("the file is cut off: it does not say why it was written", style="red")
+        else:
+            text.append("an ordinary journal of a recording, and no flight record", style="yellow")
         return text
     text.append(f"why: {dump.reason.label}", style="bold yellow")
     if dump.detail:

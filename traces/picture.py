@@ -84,7 +84,7 @@ def draw(run: Run, *, begin_ms: float | None = None, end_ms: float | None = None
     last_ns = max(step.end_ns for step in steps)
     begin_ns = zero_ns + round((begin_ms or 0.0) * 1e6)
     end_ns = last_ns if end_ms is None else zero_ns + round(end_ms * 1e6)
-    if begin_ns >= end_ns:
+    if begin_ns >= min(end_ns, last_ns) or end_ns <= zero_ns:
         raise ValueError(
             f"the window from {(begin_ns - zero_ns) / 1e6} to {(end_ns - zero_ns) / 1e6} ms is "
             f"empty; the run's steps last {(last_ns - zero_ns) / 1e6} ms"

@@ -41,6 +41,9 @@ from instrumentation.setup import setup
 
 logger = get_logger(__name__)
 
+_SIGNAL_INTERVAL_S = 1.0
+"""Least time between two flight records that a signal asks for."""
+
 
 class EngineCoreProc:
     """Owns the core, its queues and its threads."""
@@ -261,6 +264,7 @@ def _dump_at_signal(obs: Instrument) -> NoReturn:
     while True:
         signal.sigwait({signal.SIGUSR2})
         obs.dump_flight(FlightReason.SIGNAL, "asked for")
+        time.sleep(_SIGNAL_INTERVAL_S)  # signals that come meanwhile are one
 
 
 def _connect(

@@ -196,7 +196,7 @@ def test_limits_errors_and_several_profiles(
         assert llm.profile_status()[0].state == ProfileState.IDLE
         with pytest.raises(ProfilerError, match="there has been none"):
             llm.stop_profile()
-        with pytest.raises(ConfigError, match="at least 1"):
+        with pytest.raises(ConfigError, match="a whole number from 1 to"):
             llm.start_profile(max_steps=0)
         llm.start_profile(max_steps=6)
         with pytest.raises(ProfilerError, match="running already"):
