@@ -225,7 +225,7 @@ def test_limits_errors_and_several_profiles(
     assert third["isinglass"]["num_steps"] >= 10
 
     class Arguments:
-        run_dir = llm.run_dir
+        run_dir = [llm.run_dir]
         output = tmp_path / "trace.pftrace"
         profiles = tmp_path / "profiles"
 
