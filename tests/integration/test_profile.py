@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,14 +225,11 @@ def test_limits_errors_and_several_profiles(
     third = json.loads(files[2].read_text())
     assert third["isinglass"]["num_steps"] >= 10
 
-    class Arguments:
-        run_dir = [llm.run_dir]
-        output = tmp_path / "trace.pftrace"
-        profiles = tmp_path / "profiles"
-
-    assert run_convert(Arguments) == 0
-    assert capsys.readouterr().out.strip() == str(Arguments.output)
-    loaded = load(Arguments.output.read_bytes())
+    output = tmp_path / "trace.pftrace"
+    arguments = Namespace(run_dir=[llm.run_dir], output=output, profiles=tmp_path / "profiles")
+    assert run_convert(arguments) == 0
+    assert capsys.readouterr().out.strip() == str(output)
+    loaded = load(output.read_bytes())
     names = list(map(loaded.track_name, loaded.tracks))
     assert names.count("operators") == 1, "profiles of one thread share its track"
     lookups = [piece for piece in loaded.slices if piece.name == "aten::embedding"]
