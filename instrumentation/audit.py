@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from instrumentation.config import ObservabilityConfig
+from instrumentation.hooks.registry import GATE_VARIABLE
 from instrumentation.nvtx_ranges import choose_nvtx
 from instrumentation.otel.settings import (
     OtlpSettings,
@@ -17,8 +18,6 @@ from instrumentation.otel.settings import (
     is_disabled,
     read_settings,
 )
-
-HOOKS_VARIABLE = "ISINGLASS_HOOKS"
 
 
 class AuditState(StrEnum):
@@ -61,8 +60,8 @@ def audit(
     audited = {option for line in lines for option in line.option.split(", ")}
     missing = {spec.name for spec in fields(config)} - audited
     assert not missing, f"options that the audit does not know: {sorted(missing)}"
-    hooks = environ.get(HOOKS_VARIABLE, "")
-    lines.append(_line(HOOKS_VARIABLE, bool(hooks), hooks or "no hooks are asked for"))
+    hooks = environ.get(GATE_VARIABLE, "")
+    lines.append(_line(GATE_VARIABLE, bool(hooks), hooks or "no hooks are asked for"))
     return lines
 
 

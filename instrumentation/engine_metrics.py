@@ -206,7 +206,7 @@ class EngineMetrics:
         self._negative.raise_to(self._families.num_negative)
 
     def _take_core_drops(self, record: StepRecord) -> None:
-        core = _PROCESSES[1]
+        core = Role.CORE.value
         num_in_ring, flat = record.num_telemetry_drops, record.telemetry_drops
         for sink, number in zip(flat[::2], flat[1::2], strict=True):
             self._drops.raise_to(number, core, SinkName(sink).label)

@@ -6,14 +6,14 @@ the snapshot. Whoever counts several things that belong together holds `Metrics.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from instrumentation.accumulators import Families
 from instrumentation.api import NULL, Instrument
 from instrumentation.cache_metrics import CacheMetrics
 from instrumentation.engine_metrics import EngineMetrics
 from instrumentation.metric_types import Metric
-from instrumentation.records import RequestTimeline, StepRecord, WorkerStepRecord
+from instrumentation.records import StepRecord
 from instrumentation.request_metrics import RequestMetrics
 from instrumentation.step_metrics import StepMetrics
 
@@ -51,22 +51,6 @@ class Metrics:
         """Count one step of the core: once each, as it comes with the outputs."""
         self.steps.observe_step(record)
         self.cache.observe_step(record)
-
-    def observe_worker_step(self, record: WorkerStepRecord) -> None:
-        """Count one step of a worker: once each, of one worker where several share a step."""
-        self.steps.observe_worker_step(record)
-
-    def observe_tokens(self, num_tokens: int, gaps_ns: Iterable[int] = ()) -> None:
-        """See `RequestMetrics.observe_tokens`."""
-        self.requests.observe_tokens(num_tokens, gaps_ns)
-
-    def observe_first_token(self, timeline: RequestTimeline) -> None:
-        """See `RequestMetrics.observe_first_token`."""
-        self.requests.observe_first_token(timeline)
-
-    def observe_request(self, timeline: RequestTimeline) -> None:
-        """Count a request that has ended: once, whatever became of it."""
-        self.requests.observe_end(timeline)
 
     def engine_died(self) -> None:
         """Keep the totals, and let go of the levels of a core that is no more."""

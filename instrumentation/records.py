@@ -284,7 +284,8 @@ class RequestTimeline(msgspec.Struct, array_like=True, tag=4, gc=False, kw_only=
     def _prefilled_ns(self) -> int:
         return self.first_token_ns or self.end_ns
 
-    def _preempted_between(self, begin_ns: int, end_ns: int) -> int:
+    def preempted_between_ns(self, begin_ns: int, end_ns: int) -> int:
+        """Time thrown out of the running list within an interval."""
         return sum(
             max(0, min(resumed_ns or self.end_ns, end_ns) - max(preempted_ns, begin_ns))
             for preempted_ns, resumed_ns in self.preemptions
@@ -309,18 +310,18 @@ class RequestTimeline(msgspec.Struct, array_like=True, tag=4, gc=False, kw_only=
     def prefill_ns(self) -> int:
         """First scheduled to first token, without preemptions in between."""
         begin_ns, end_ns = self._scheduled_ns, self._prefilled_ns
-        return end_ns - begin_ns - self._preempted_between(begin_ns, end_ns)
+        return end_ns - begin_ns - self.preempted_between_ns(begin_ns, end_ns)
 
     @property
     def decode_ns(self) -> int:
         """First token to the end, without preemptions in between."""
         begin_ns, end_ns = self._prefilled_ns, self.end_ns
-        return end_ns - begin_ns - self._preempted_between(begin_ns, end_ns)
+        return end_ns - begin_ns - self.preempted_between_ns(begin_ns, end_ns)
 
     @property
     def preempted_ns(self) -> int:
         """Time thrown out of the running list, until scheduled again or ended."""
-        return self._preempted_between(self._scheduled_ns, self.end_ns)
+        return self.preempted_between_ns(self._scheduled_ns, self.end_ns)
 
     @property
     def ttft_ns(self) -> int | None:

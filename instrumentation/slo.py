@@ -83,7 +83,7 @@ def _ttft_cause(timeline: RequestTimeline, steps: Sequence[HistoricStep]) -> Mis
     return _largest(
         {
             MissCause.QUEUE: timeline.queue_ns,
-            MissCause.PREEMPTION: _preempted_ns(timeline, begin_ns, end_ns),
+            MissCause.PREEMPTION: timeline.preempted_between_ns(begin_ns, end_ns),
             prefill: timeline.prefill_ns - gap_ns,
             MissCause.HOST_GAP: gap_ns,
         }
@@ -97,7 +97,7 @@ def _itl_cause(timeline: RequestTimeline, steps: Sequence[HistoricStep]) -> Miss
     decode_ns = timeline.decode_ns - gap_ns - interference_ns
     return _largest(
         {
-            MissCause.PREEMPTION: _preempted_ns(timeline, begin_ns, end_ns),
+            MissCause.PREEMPTION: timeline.preempted_between_ns(begin_ns, end_ns),
             MissCause.HOST_GAP: gap_ns,
             MissCause.PREFILL_INTERFERENCE: interference_ns,
             MissCause.DECODE: decode_ns,
@@ -107,13 +107,6 @@ def _itl_cause(timeline: RequestTimeline, steps: Sequence[HistoricStep]) -> Miss
 
 def _largest(times_ns: dict[MissCause, int]) -> MissCause:
     return max(times_ns, key=lambda cause: times_ns[cause])
-
-
-def _preempted_ns(timeline: RequestTimeline, begin_ns: int, end_ns: int) -> int:
-    return sum(
-        max(0, min(resumed_ns or timeline.end_ns, end_ns) - max(preempted_ns, begin_ns))
-        for preempted_ns, resumed_ns in timeline.preemptions
-    )
 
 
 def _gaps_ns(

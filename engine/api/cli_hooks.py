@@ -16,7 +16,6 @@ from engine.errors import IsinglassError
 from instrumentation.hooks import folder, registry
 
 _SITE_FOLDER = Path(registry.__file__).parent / "site"
-_GATE = "ISINGLASS_HOOKS"
 _KILL_SWITCH = "ISINGLASS_HOOKS_DISABLED"
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells have it
 _ASK_TIMEOUT_S = 60.0
@@ -86,14 +85,14 @@ def hooked_environment(
     names: Sequence[str], environment: Mapping[str, str], *, run_dir: str | None
 ) -> dict[str, str]:
     """An environment with these hooks, besides those that it has already."""
-    gate = [name for name in environment.get(_GATE, "").split(",") if name]
+    gate = [name for name in environment.get(registry.GATE_VARIABLE, "").split(",") if name]
     # An empty entry means the working directory, so it stays.
     path = environment["PYTHONPATH"].split(os.pathsep) if environment.get("PYTHONPATH") else []
     site = str(_SITE_FOLDER)
     run_dir = run_dir or environment.get(folder.VARIABLE) or str(folder.new_run_folder())
     return {
         **environment,
-        _GATE: ",".join(dict.fromkeys([*gate, *names])),
+        registry.GATE_VARIABLE: ",".join(dict.fromkeys([*gate, *names])),
         "PYTHONPATH": os.pathsep.join([site, *(part for part in path if part != site)]),
         folder.VARIABLE: str(Path(run_dir).absolute()),
     }

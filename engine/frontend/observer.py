@@ -22,6 +22,7 @@ from instrumentation import (
     RequestTimeline,
     SinkName,
     StepHistory,
+    StepRecord,
     objectives_of,
     slo_misses,
 )
@@ -59,57 +60,54 @@ class EngineObserver:
     ) -> None:
         """The core has come up with these settings; `startup_ns` has every phase's duration."""
         info = {"version": version, "model": model, **_core_facts(ready)}
-        self.fenced(SinkName.METRICS, self._take_facts, config, ready, info, startup_ns)
+        self._count_once(self._take_facts, config, ready, info, startup_ns)
 
     def engine_died(self) -> None:
         """The core is no more, in whatever way; the metrics keep its totals."""
-        self.fenced(SinkName.METRICS, self.metrics.engine_died)
+        self._count_once(self.metrics.engine_died)
 
     def observe_arrival(self, params: SamplingParams, *, index: int) -> None:
         """A sequence was accepted: that sample of a request with `n` of them."""
         arrived = ArrivedRequest(params.n if index == 0 else None, params.max_tokens)
-        self.fenced(SinkName.METRICS, self.metrics.requests.observe_arrival, arrived)
+        self._count_once(self.metrics.requests.observe_arrival, arrived)
 
     def observe_rejection(self, error: Exception) -> None:
         """A request was refused before it was sent."""
         kind = type(error).__name__
-        self.fenced(SinkName.METRICS, self.metrics.requests.observe_rejection, kind)
+        self._count_once(self.metrics.requests.observe_rejection, kind)
 
     def observe(
         self, message: EngineCoreOutputs, done: ProcessedOutputs, *, received_ns: int = 0
     ) -> None:
         """One message from the core, and what became of it."""
         with self.metrics.lock:
-            self._observe(message, done, received_ns)
-
-    def _observe(
-        self, message: EngineCoreOutputs, done: ProcessedOutputs, received_ns: int
-    ) -> None:
-        began_ns = time.monotonic_ns()
-        self.fenced(SinkName.METRICS, self._count, message, done, received_ns)
-        if message.step is not None or message.worker_step is not None:
-            self.fenced(
-                SinkName.ATTRIBUTION, self.history.observe, message.step, message.worker_step
-            )
-        if message.step is not None:
-            num_tokens = done.num_generation_tokens
-            self.fenced(SinkName.CONSOLE, self._say, message, num_tokens)
-        self.observe_ended(done.timelines)
-        self.metrics.engine.count_time(time.monotonic_ns() - began_ns)
+            began_ns = time.monotonic_ns()
+            self._fenced(SinkName.METRICS, self._count, message, done, received_ns)
+            step, worker_step = message.step, message.worker_step
+            if step is not None or worker_step is not None:
+                self._fenced(SinkName.ATTRIBUTION, self.history.observe, step, worker_step)
+            if step is not None:
+                self._fenced(SinkName.CONSOLE, self._say, step, done.num_generation_tokens)
+            self.observe_ended(done.timelines)
+            self.metrics.engine.count_time(time.monotonic_ns() - began_ns)
 
     def observe_ended(self, timelines: Iterable[RequestTimeline]) -> None:
         """Requests that have ended."""
-        for timeline in timelines:
-            self.fenced(SinkName.METRICS, self.metrics.observe_request, timeline)
-            self.fenced(SinkName.ATTRIBUTION, self.history.add, timeline)
-            if self._objectives and timeline.is_complete:
-                self.fenced(SinkName.ATTRIBUTION, self._judge, timeline)
+        with self.metrics.lock:
+            for timeline in timelines:
+                self._fenced(SinkName.METRICS, self.metrics.requests.observe_end, timeline)
+                self._fenced(SinkName.ATTRIBUTION, self.history.add, timeline)
+                if self._objectives and timeline.is_complete:
+                    self._fenced(SinkName.ATTRIBUTION, self._judge, timeline)
 
-    def fenced(self, sink: SinkName, call: Callable[..., Any], *arguments: Any) -> None:
+    def _count_once(self, call: Callable[..., Any], *arguments: Any) -> None:
+        with self.metrics.lock:
+            self._fenced(SinkName.METRICS, call, *arguments)
+
+    def _fenced(self, sink: SinkName, call: Callable[..., Any], *arguments: Any) -> None:
         """Call what may fail without harm; its first error is logged, all are counted."""
         try:
-            with self.metrics.lock:
-                call(*arguments)
+            call(*arguments)
         except Exception as error:
             self.metrics.engine.count_error(sink)
             if sink not in self._sinks_logged:
@@ -121,22 +119,21 @@ class EngineObserver:
         if message.step is not None:
             metrics.observe_step(message.step)
         if message.worker_step is not None:
-            metrics.observe_worker_step(message.worker_step)
+            metrics.steps.observe_worker_step(message.worker_step)
         if message.sent_ns and received_ns:
             metrics.engine.observe_transport(received_ns - message.sent_ns)
         if done.num_generation_tokens:
-            metrics.observe_tokens(done.num_generation_tokens, done.token_gaps_ns)
+            metrics.requests.observe_tokens(done.num_generation_tokens, done.token_gaps_ns)
         for timeline in done.first_tokens:
-            metrics.observe_first_token(timeline)
+            metrics.requests.observe_first_token(timeline)
 
     def _judge(self, timeline: RequestTimeline) -> None:
         """Hold a request against the objectives."""
         misses = slo_misses(timeline, self.history, self._wanted)
         self.metrics.requests.observe_objectives(self._objectives, misses)
 
-    def _say(self, message: EngineCoreOutputs, num_tokens: int) -> None:
-        assert message.step is not None
-        self.console.observe(message.step, num_generation_tokens=num_tokens)
+    def _say(self, step: StepRecord, num_tokens: int) -> None:
+        self.console.observe(step, num_generation_tokens=num_tokens)
 
     def _take_facts(
         self,

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 GROUP = "isinglass.hooks"
 """Entry point group of users' hooks: functions of the imported module, with a `target`."""
 
+GATE_VARIABLE = "ISINGLASS_HOOKS"
+"""Environment variable that names the hooks to apply; without it there are none."""
+
 AT_START = "sys"
 """Target of hooks that need no module: it is imported before anything else."""
 

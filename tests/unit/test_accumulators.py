@@ -227,7 +227,7 @@ def test_duration_of_steps_is_the_workers() -> None:
         metrics.observe_step(
             StepRecord(step=step, begin_ns=max(0, now_ns - 10**9), end_ns=record.end_ns)
         )
-        metrics.observe_worker_step(record)
+        metrics.steps.observe_worker_step(record)
         expected[kind].append(record.end_ns - record.begin_ns)
         now_ns = record.end_ns
     snapshot = metrics.snapshot()
@@ -242,7 +242,7 @@ def test_duration_of_steps_is_the_workers() -> None:
 
 def test_metrics_of_worker_steps_and_io_threads() -> None:
     metrics = Metrics()
-    metrics.observe_worker_step(
+    metrics.steps.observe_worker_step(
         WorkerStepRecord(
             step=1,
             begin_ns=0,
@@ -253,7 +253,7 @@ def test_metrics_of_worker_steps_and_io_threads() -> None:
             phases=(Phase.FORWARD, 0, 10**9),
         )
     )
-    metrics.observe_worker_step(WorkerStepRecord(step=2, begin_ns=0, end_ns=9))
+    metrics.steps.observe_worker_step(WorkerStepRecord(step=2, begin_ns=0, end_ns=9))
     metrics.observe_step(
         StepRecord(step=1, begin_ns=0, end_ns=1, io_phase_totals_ns=(Phase.DECODE, 3 * 10**9))
     )
@@ -373,11 +373,11 @@ def test_metrics_of_requests() -> None:
     timelines = [random_timeline(chance) for _ in range(300)]
     metrics = Metrics()
     gaps = [chance.randint(10**5, 10**7) for _ in range(50)]
-    metrics.observe_tokens(80, gaps)
+    metrics.requests.observe_tokens(80, gaps)
     for timeline in timelines:
         if timeline.first_token_ns:
-            metrics.observe_first_token(timeline)
-        metrics.observe_request(timeline)
+            metrics.requests.observe_first_token(timeline)
+        metrics.requests.observe_end(timeline)
     snapshot = metrics.snapshot()
     with_token = [timeline for timeline in timelines if timeline.first_token_ns]
     assert number_of(snapshot, "generation_tokens_total") == 80
@@ -402,8 +402,8 @@ def test_defective_values_neither_raise_nor_vanish() -> None:
     timeline = RequestTimeline(
         request_id="r", arrival_ns=500, first_scheduled_ns=100, last_token_ns=50, preemptions=[]
     )
-    metrics.observe_request(timeline)
-    metrics.observe_worker_step(WorkerStepRecord(step=1, begin_ns=10, end_ns=0))
+    metrics.requests.observe_end(timeline)
+    metrics.steps.observe_worker_step(WorkerStepRecord(step=1, begin_ns=10, end_ns=0))
     assert number_of(metrics.snapshot(), "telemetry_negative_values_total") >= 2
 
 

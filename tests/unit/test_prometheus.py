@@ -76,9 +76,9 @@ def metrics() -> Metrics:
             finish_reason=chance.choice(["stop", "length", "abort"]),
             traceparent=TRACEPARENT,
         )
-        metrics.observe_first_token(timeline)
-        metrics.observe_request(timeline)
-        metrics.observe_tokens(3, [10**6, 10**7])
+        metrics.requests.observe_first_token(timeline)
+        metrics.requests.observe_end(timeline)
+        metrics.requests.observe_tokens(3, [10**6, 10**7])
     return metrics
 
 
@@ -178,9 +178,9 @@ def test_latencies_carry_the_trace_where_openmetrics_is_asked_for(server: Metric
 def test_requests_that_are_not_sampled_leave_no_exemplar() -> None:
     metrics = Metrics(LABELS)
     unsampled = TRACEPARENT.removesuffix("01") + "00"
-    metrics.observe_request(RequestTimeline(request_id="a", traceparent=unsampled))
-    metrics.observe_request(RequestTimeline(request_id="a"))
-    metrics.observe_request(RequestTimeline(request_id="a", traceparent="no trace context"))
+    metrics.requests.observe_end(RequestTimeline(request_id="a", traceparent=unsampled))
+    metrics.requests.observe_end(RequestTimeline(request_id="a"))
+    metrics.requests.observe_end(RequestTimeline(request_id="a", traceparent="no trace context"))
     histograms = [metric for metric in metrics.snapshot() if isinstance(metric, Histogram)]
     assert not any(histogram.exemplars for histogram in histograms)
 
@@ -239,7 +239,7 @@ def test_other_paths_and_a_taken_port(server: MetricsServer) -> None:
 def test_buckets_replace_those_of_the_catalogue() -> None:
     buckets = parse_buckets('{"request_e2e_seconds": [0.5, 2], "isinglass_step_tokens": [1, 10]}')
     metrics = Metrics(buckets=buckets)
-    metrics.observe_request(RequestTimeline(request_id="a", arrival_ns=0, delivered_ns=10**9))
+    metrics.requests.observe_end(RequestTimeline(request_id="a", arrival_ns=0, delivered_ns=10**9))
     by_name = {m.name: m for m in metrics.snapshot() if isinstance(m, Histogram)}
     assert by_name["isinglass_request_e2e_seconds"].buckets == {"0.5": 0, "2.0": 1, "+Inf": 1}
     assert list(by_name["isinglass_step_tokens"].buckets) == ["1.0", "10.0", "+Inf"]
