@@ -23,6 +23,7 @@ from engine.version import __version__ as __version__
 __all__ = [
     "LLM",
     "AdapterLogitsProcessor",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -49,6 +50,7 @@ __all__ = [
 
 _HOME = {
     "LLM": "engine.api.llm",
+    "AsyncLLM": "engine.api.async_llm",
     "LLMEngine": "engine.frontend.llm_engine",
     "EngineConfig": "engine.config",
     "SamplingParams": "engine.types.sampling",

@@ -27,7 +27,7 @@ from engine.log import configure, get_logger, serving
 from engine.resolve import resolve_limits
 from engine.transport.client import EngineCoreClient
 from engine.transport.interrupts import deferred_interrupts
-from engine.types.messages import EngineCoreRequest, FinishReason
+from engine.types.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
 from engine.version import __version__
@@ -54,6 +54,7 @@ class LLMEngine:
         run_dir: str | None = None,
         observer: EngineObserver | None = None,
         open_tracer: Callable[[str], RequestTracer] | None = None,
+        make_client: Callable[..., EngineCoreClient] = EngineCoreClient.make_client,
     ) -> None:
         configure(
             config.process.log_level,
@@ -72,7 +73,7 @@ class LLMEngine:
         resolve_limits(config, self.model_config)  # a wrong setting fails before a core is spawned
         resolved_ns = time.monotonic_ns()
         self._keep_startup(StartupPhase.RESOLVE_CONFIG, began_ns, resolved_ns)
-        self.engine_core = EngineCoreClient.make_client(
+        self.engine_core = make_client(
             config,
             run_dir=run_dir,
             obs=obs,
@@ -283,7 +284,7 @@ class LLMEngine:
         try:
             self.engine_core.add_request(request)
         except EngineDeadError as error:
-            self._bury(error)
+            self.bury(error)
             raise
         self.obs.request_sent(
             request.request_num,
@@ -322,11 +323,15 @@ class LLMEngine:
         try:
             with self.obs.receive:
                 message = self.engine_core.get_output()
-            received_ns = time.monotonic_ns()
-            self.obs.received_step(message.step, message.worker_step)
         except EngineDeadError as error:
-            self._bury(error)
+            self.bury(error)
             raise
+        return self.take(message)
+
+    def take(self, message: EngineCoreOutputs) -> list[RequestOutput]:
+        """Turn one message of the core into the caller's outputs."""
+        received_ns = time.monotonic_ns()
+        self.obs.received_step(message.step, message.worker_step)
         with deferred_interrupts(), self.obs.process_outputs:
             done = self.output_processor.process_outputs(message)
             if done.to_abort:
@@ -358,7 +363,8 @@ class LLMEngine:
                 self._observer.engine_died()
             self.tracer.close()
 
-    def _bury(self, error: EngineDeadError) -> None:
+    def bury(self, error: EngineDeadError) -> None:
+        """The core has died: every request is lost, and counted as such."""
         if self._observer is not None:
             self._observer.engine_died()
         self._abandon(self.output_processor.unfinished_ids(), FinishReason.ERROR, error=str(error))

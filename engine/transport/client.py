@@ -27,7 +27,7 @@ class EngineCoreClient(ABC):
         obs: Instrument,
         on_death: Callable[[], None] | None = None,
     ) -> "EngineCoreClient":
-        """The client for the configuration; the core starts to boot, `wait_ready` comes next.
+        """The blocking client for the configuration; the core starts to boot, `wait_ready` is next.
 
         `on_death` is called once, from another thread, when the core's process ends unasked.
         """
@@ -39,6 +39,19 @@ class EngineCoreClient(ABC):
         from engine.transport.inproc_client import InprocClient
 
         return InprocClient(config, run_dir=run_dir)
+
+    @staticmethod
+    def make_async_mp_client(
+        config: EngineConfig,
+        *,
+        run_dir: str | None,
+        obs: Instrument,
+        on_death: Callable[[], None] | None = None,
+    ) -> "EngineCoreClient":
+        """The client for an event loop; otherwise as `make_client`."""
+        from engine.transport.async_mp_client import AsyncMPClient
+
+        return AsyncMPClient(config, run_dir=run_dir, obs=obs, on_death=on_death)
 
     @property
     @abstractmethod

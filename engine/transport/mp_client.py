@@ -4,16 +4,11 @@
     ROUTER  ──── ADD, ABORT, UTILITY ────────▶ DEALER      handshake READY or FAILED comes back
     PULL    ◀─── OUTPUTS, FAILED ───────────── PUSH
 
-A monitor thread waits for the core's process; its end turns every pending and later call into
-EngineDeadError. The same object cleans up at garbage collection and at interpreter exit.
+`MPClient` sends, and turns the end of the core's process into EngineDeadError; how outputs are
+waited for is its subclasses' business. The object cleans up at garbage collection and at
+interpreter exit.
 """
 
-import contextlib
-import os
-import shutil
-import tempfile
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,14 +17,11 @@ from typing import Any
 import msgspec
 import zmq
 
-import engine.errors
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineStartError, IsinglassError
-from engine.log import get_logger
 from engine.transport.client import EngineCoreClient
-from engine.transport.importable import portable_classes
+from engine.transport.core_process import CoreProcess, own_error
 from engine.transport.interrupts import deferred_interrupts
-from engine.transport.process import SpawnedProcess
 from engine.types.codec import Frame, MessageDecoder, MessageEncoder
 from engine.types.messages import (
     PROTOCOL_VERSION,
@@ -41,203 +33,11 @@ from engine.types.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from instrumentation import Event, FlightReason, Instrument
-
-logger = get_logger(__name__)
-
-_CORE_MAIN = "engine.core.engine_core_proc:run_engine_core"
-
-_NUM_DESCRIPTORS = 20
-"""File descriptors that the sockets, the pipes and the spawn need at once, and some to spare."""
+from instrumentation import Instrument
 
 
-class CoreProcess:
-    """The spawned core with its sockets and folder: everything that must not be left behind."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        run_dir: str | None,
-        obs: Instrument,
-        on_death: Callable[[], None] | None,
-    ) -> None:
-        settings, main_path = portable_classes(config)  # may raise: before there is anything
-        self.grace_s = config.process.shutdown_timeout_s
-        self.obs = obs
-        self._on_death = on_death
-        self.stopping = False
-        self.failure: EngineCoreFailure | None = None
-        """What the core said of its own death, if it could."""
-        self.has_answered = False
-        """Whether the core has come up, or has said why not; before, it cannot stop by itself."""
-        self._flight_record: str | None = None
-        self._owner_pid = os.getpid()
-        self._lock = threading.RLock()
-        self._closed = False
-        with contextlib.ExitStack() as undo:  # in reverse, if anything below fails
-            try:
-                self._start(settings, run_dir, main_path, undo)
-            except (OSError, zmq.ZMQError, RuntimeError) as error:
-                raise EngineStartError(
-                    f"the engine core's process could not be started: {error}. It needs a "
-                    "temporary folder that can be written to, about twenty file descriptors "
-                    "(ulimit -n) and a few threads (ulimit -u)."
-                ) from error
-            undo.pop_all()
-
-    def _start(
-        self,
-        settings: dict[str, Any],
-        run_dir: str | None,
-        main_path: str | None,
-        undo: contextlib.ExitStack,
-    ) -> None:
-        self.directory = _private_directory()
-        undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
-        _require_descriptors(_NUM_DESCRIPTORS)  # libzmq ends the whole process for want of them
-        self.context = zmq.Context(io_threads=1)
-        undo.callback(self.context.destroy, linger=0)
-        self.input = self._bind(zmq.ROUTER, "input")
-        self.input.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.output = self._bind(zmq.PULL, "output")
-        self._death_read, self._death_write = os.pipe()
-        for end in (self._death_read, self._death_write):
-            undo.callback(os.close, end)
-        self.process = SpawnedProcess(
-            _CORE_MAIN,
-            {
-                "config": settings,
-                "protocol_version": PROTOCOL_VERSION,
-                "input_address": self.address("input"),
-                "output_address": self.address("output"),
-                "engine_index": 0,
-                "run_dir": run_dir,
-                "spawned_ns": time.monotonic_ns(),
-            },
-            name="EngineCore",
-            private_dir=self.directory,
-            main_path=main_path,
-        )
-        undo.callback(self.process.kill)
-        self._monitor = threading.Thread(target=self._watch, name="EngineCoreMonitor", daemon=True)
-        self._monitor.start()
-
-    def address(self, name: str) -> str:
-        """The ipc address of a socket."""
-        return f"ipc://{self.directory}/{name}"
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether we are in a fork of the process that owns the core."""
-        return os.getpid() != self._owner_pid
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether the process has ended."""
-        return self.process.exit_code is not None
-
-    def poll(self, socket: zmq.Socket, timeout_s: float | None = None) -> bool:
-        """Wait until the socket can be read (True), or the core is dead or time is up (False)."""
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._death_read, zmq.POLLIN)
-        events = dict(poller.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
-        return socket in events
-
-    def death(self) -> EngineDeadError:
-        """The error that tells of the core's end."""
-        # The monitor thread may have reaped it without having kept the code yet.
-        code, tail = self.process.wait(timeout_s=1.0), self.process.log_tail()
-        if self.stopping:
-            return EngineDeadError("the engine has been shut down", exit_code=code)
-        how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        if self.failure is not None:
-            how = f"{self.failure.error_class}: {self.failure.message}; {how}"
-        where = self._written_flight_record(how)
-        lines = "".join(f"\n    {line}" for line in tail[-12:])
-        last = f" It logged last:{lines}" if lines else ""
-        death = EngineDeadError(
-            f"the engine core died ({how}); make a new LLM.{where}{last}",
-            exit_code=code,
-            log_tail=tail,
-        )
-        if self.failure is not None:
-            death.add_note(self.failure.traceback)
-            death.__cause__ = _own_error(self.failure)
-        return death
-
-    def _written_flight_record(self, how: str) -> str:
-        """Where the last steps are: in the core's own file, else in one from our copy of them."""
-        if self._flight_record is None:
-            by_core = self.failure.flight_record if self.failure is not None else ""
-            ours = None if by_core else self.obs.dump_flight(FlightReason.ENGINE_DEAD, how)
-            self._flight_record = by_core or ours or ""
-        if not self._flight_record:
-            return ""
-        return f" Its last steps: isinglass flight show {self._flight_record}"
-
-    def close(self) -> None:
-        """Stop the process, close the sockets, remove the folder.
-
-        Interrupted, it kills the process and does the rest all the same; called again, it goes on
-        where it was.
-        """
-        if self.is_foreign:
-            return  # a fork of the caller must not take the engine down with it
-        with self._lock:
-            if self._closed:
-                return
-            self.stopping = True
-            try:
-                self.process.stop(self.grace_s if self._ask_to_stop() else 0.0)
-            finally:
-                with deferred_interrupts():
-                    self._release()
-
-    def _ask_to_stop(self) -> bool:
-        """Whether the core will stop by itself: not before it has come up, nor unconnected."""
-        if not self.has_answered:
-            return False
-        if not self.is_dead:
-            try:
-                self.input.send_multipart([b"0", MessageType.SHUTDOWN.value], zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return False
-        return True
-
-    def _release(self) -> None:
-        """Let go of everything; a second call finds nothing left to do."""
-        if self._closed:
-            return
-        self.process.kill()
-        self._monitor.join(timeout=1.0)
-        self.context.destroy(linger=0)
-        os.close(self._death_read)
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self._closed = True
-
-    def _bind(self, kind: int, name: str) -> zmq.Socket:
-        socket = self.context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.bind(self.address(name))
-        return socket
-
-    def _watch(self) -> None:
-        code = self.process.wait()
-        is_death = not self.stopping
-        if is_death:
-            self.obs.for_thread("monitor").event(
-                Event.ENGINE_DEAD, value=code or 0, detail="".join(self.process.log_tail()[-1:])
-            )
-        os.close(self._death_write)  # makes the other end readable, for good
-        if is_death and self._on_death is not None:
-            self._on_death()
-
-
-class SyncMPClient(EngineCoreClient):
-    """Blocking client, for the offline API. Not thread-safe: one caller at a time."""
+class MPClient(EngineCoreClient):
+    """What both clients share: the handshake, sending (which never waits), and the end."""
 
     def __init__(
         self,
@@ -253,7 +53,6 @@ class SyncMPClient(EngineCoreClient):
             self._finalizer = weakref.finalize(self, CoreProcess.close, self._core)
         self._encoder = MessageEncoder()
         self._decoder = MessageDecoder(EngineCoreOutputs)
-        self._pending: deque[EngineCoreOutputs] = deque()
         self._next_call = 0
 
     @property
@@ -274,20 +73,6 @@ class SyncMPClient(EngineCoreClient):
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._send(MessageType.ABORT, self._encoder.encode(list(request_ids)))
 
-    def get_output(self) -> EngineCoreOutputs:
-        return self._pending.popleft() if self._pending else self._receive()
-
-    def call_utility(self, method: str, *args: Any) -> Any:
-        self._next_call += 1
-        call = UtilityRequest(self._next_call, method, list(args))
-        self._send(MessageType.UTILITY, self._encoder.encode(call))
-        while True:
-            outputs = self._receive()
-            if outputs.utility is None or outputs.utility.call_id != call.call_id:
-                self._pending.append(outputs)
-                continue
-            return _unwrap(outputs.utility)
-
     def shutdown(self) -> None:
         self._core.close()  # interrupted, the finaliser still has its turn
         self._finalizer.detach()
@@ -300,17 +85,12 @@ class SyncMPClient(EngineCoreClient):
         except zmq.ZMQError as error:
             raise self._core.death() from error
 
-    def _receive(self) -> EngineCoreOutputs:
-        self._ensure_usable()
-        if not self._core.poll(self._core.output):
-            raise self._core.death()
-        with deferred_interrupts():
-            kind, *frames = self._core.output.recv_multipart()
-        if kind == MessageType.FAILED.value:
-            self._core.failure = msgspec.msgpack.decode(frames[0], type=EngineCoreFailure)
-            self._core.process.wait(timeout_s=2.0)
-            raise self._core.death()
-        return self._decoder.decode(frames)
+    def _send_call(self, method: str, args: tuple[Any, ...]) -> int:
+        """Send a utility call; returns the id that its result will carry."""
+        self._next_call += 1
+        call = UtilityRequest(self._next_call, method, list(args))
+        self._send(MessageType.UTILITY, self._encoder.encode(call))
+        return call.call_id
 
     def _handshake(self) -> EngineCoreReadyResponse:
         core = self._core
@@ -349,17 +129,57 @@ class SyncMPClient(EngineCoreClient):
             raise self._core.death()
 
 
-def _unwrap(output: UtilityOutput) -> Any:
+class SyncMPClient(MPClient):
+    """Blocking client, for the offline API. Not thread-safe: one caller at a time."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        run_dir: str | None,
+        obs: Instrument,
+        on_death: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(config, run_dir=run_dir, obs=obs, on_death=on_death)
+        self._pending: deque[EngineCoreOutputs] = deque()
+
+    def get_output(self) -> EngineCoreOutputs:
+        return self._pending.popleft() if self._pending else self._receive()
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        call_id = self._send_call(method, args)
+        while True:
+            outputs = self._receive()
+            if outputs.utility is None or outputs.utility.call_id != call_id:
+                self._pending.append(outputs)
+                continue
+            return unwrap(outputs.utility)
+
+    def _receive(self) -> EngineCoreOutputs:
+        self._ensure_usable()
+        if not self._core.poll(self._core.output):
+            raise self._core.death()
+        with deferred_interrupts():
+            kind, *frames = self._core.output.recv_multipart()
+        if kind == MessageType.FAILED.value:
+            self._core.failure = msgspec.msgpack.decode(frames[0], type=EngineCoreFailure)
+            self._core.process.wait(timeout_s=2.0)
+            raise self._core.death()
+        return self._decoder.decode(frames)
+
+
+def unwrap(output: UtilityOutput) -> Any:
+    """A utility call's result; raises what the call raised, under its own name where it is ours."""
     if output.failure is not None:
         name, _, message = output.failure.partition(": ")
-        own = _own_error(EngineCoreFailure(name, message, ""))
+        own = own_error(EngineCoreFailure(name, message, ""))
         raise own or IsinglassError(output.failure)
     return output.result
 
 
 def _startup_error(failure: EngineCoreFailure) -> Exception:
     """The core's own error where it is one of ours, else EngineStartError with its traceback."""
-    own = _own_error(failure)
+    own = own_error(failure)
     if own is not None:
         return own
     error = EngineStartError(
@@ -367,27 +187,3 @@ def _startup_error(failure: EngineCoreFailure) -> Exception:
     )
     error.add_note(failure.traceback)
     return error
-
-
-def _own_error(failure: EngineCoreFailure) -> IsinglassError | None:
-    """The error that ended the core, if it is of a class that users know."""
-    kind = getattr(engine.errors, failure.error_class, None)
-    if isinstance(kind, type) and issubclass(kind, IsinglassError):
-        return kind(failure.message)
-    return None
-
-
-def _require_descriptors(number: int) -> None:
-    """Open so many files for a moment; OSError if the limit does not allow that."""
-    with contextlib.ExitStack() as files:
-        for _ in range(number):
-            files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-
-
-def _private_directory() -> str:
-    """A new folder of mode 0700 whose paths are short enough for a socket (108 bytes)."""
-    directory = tempfile.mkdtemp(prefix="isinglass-")
-    if len(directory) > 80:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="isinglass-", dir="/tmp")
-    return directory
