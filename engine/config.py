@@ -213,7 +213,7 @@ class EngineConfig:
         for name in GROUPS:
             group = getattr(self, name)
             for spec in fields(group):
-                _check(spec.name, getattr(group, spec.name), spec.type, spec.metadata)
+                check_setting(spec.name, getattr(group, spec.name), spec.type, spec.metadata)
         if self.observability.custom_histogram_buckets is not None:
             self._check_buckets(self.observability.custom_histogram_buckets)
         if self.model.max_model_len is not None:
@@ -255,7 +255,12 @@ def default_of(name: str) -> Any:
     raise ConfigError(f"unknown engine argument {name!r}")
 
 
-def _check(name: str, value: Any, annotation: Any, rules: Mapping[str, Any]) -> None:
+def check_setting(name: str, value: Any, annotation: Any, rules: Mapping[str, Any]) -> None:
+    """Check one field made by `option`: its type, its choices, its range.
+
+    Raises:
+        ConfigError: names the field, its value and what is allowed.
+    """
     optional = "None" in str(annotation)
     if value is None:
         if not optional:

@@ -18,6 +18,7 @@ from engine.api.chat import Messages, chat_prompt, template_variables
 from engine.api.engine_views import EngineViews
 from engine.api.metrics_endpoint import serve_metrics
 from engine.api.run_dir import make_run_dir
+from engine.checkpoint.locate import EMBEDDED_MODEL
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, IsinglassError, TokenizerError
 from engine.frontend.input_processor import ProcessedPrompt, Prompt
@@ -111,10 +112,22 @@ class AsyncLLM:
         """Why no request can be served any more; None while that is not so."""
         return self._dead_error
 
+    async def wait_for_death(self) -> EngineDeadError:
+        """Wait until the engine has died, or has been shut down; returns why."""
+        await self.start()
+        assert self._handler is not None
+        await asyncio.wait([self._handler])
+        return self._dead_error or EngineDeadError("the engine has been shut down")
+
     @property
     def config(self) -> EngineConfig:
         """The settings in force; once started, with what the core settled on."""
         return self.llm_engine.config if self._handler is not None else self._config
+
+    @property
+    def model_name(self) -> str:
+        """The model as it was asked for; the embedded one's own name without that."""
+        return self._config.model.model or EMBEDDED_MODEL
 
     @property
     def run_dir(self) -> str | None:

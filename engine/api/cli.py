@@ -19,6 +19,7 @@ Isinglass runs large language models and shows everything that happens while it 
   isinglass generate "The capital of France is"     text from the embedded model, as it is made
   isinglass generate --chat "Why is the sky blue?"  through the model's chat template
   isinglass generate --trace-dir runs "Hello"       and record every step
+  isinglass serve                                   an OpenAI-compatible server
   isinglass trace summary runs/run-…                where the time went
   isinglass trace convert runs/run-…                a Perfetto file for https://ui.perfetto.dev
   isinglass flight show FILE                        the last steps before something went wrong
@@ -38,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"isinglass {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     cli_generate.add_command(commands)
+    from engine.server import cli as cli_serve
+
+    cli_serve.add_command(commands)
     cli_hooks.add_command(commands)
     from traces.cli import add_flight_commands, add_trace_commands
 

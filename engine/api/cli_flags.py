@@ -40,9 +40,20 @@ def add_engine_flags(
     """
     for name, group in GROUPS.items():
         section = parser.add_argument_group(f"engine: {_TITLES[name]}")
-        for spec in fields(group):
-            if spec.name in skip:
-                continue
+        add_fields(section, group, skip=skip, defaults=defaults)
+    parser.set_defaults(**defaults)
+
+
+def add_fields(
+    section: Any,
+    group: type,
+    *,
+    skip: frozenset[str] = frozenset(),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """One flag per setting of one dataclass of settings, in a section of a command's help."""
+    for spec in fields(group):
+        if spec.name not in skip:
             _add_flag(
                 section,
                 spec.name,
@@ -51,7 +62,6 @@ def add_engine_flags(
                 spec.metadata["help"],
                 spec.metadata["choices"],
             )
-    parser.set_defaults(**defaults)
 
 
 def engine_arguments(

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP in, `AsyncLLM` behind it."""

@@ -1,0 +1,118 @@
+"""What goes wrong, as clients of OpenAI's API know it: `{"error": {message, type, param, code}}`.
+
+Knows HTTP statuses and the engine's error tree. What is not known is a 500 that says nothing of
+the inside; the log says the rest.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from engine.errors import ConfigError, EngineDeadError, ModelError, ProfilerError, RequestError
+from engine.log import get_logger
+
+logger = get_logger(__name__)
+
+TYPE_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: HTTP status.
+        message: what was wrong, what is allowed, what to do.
+        param: the field of the request that it is about.
+        code: a word for programs, such as model_not_found.
+        headers: such as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer, or of an error event in a stream."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": TYPE_OF_STATUS.get(self.status, "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error, of whatever class."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError | ConfigError | ProfilerError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, "the engine has died and cannot serve requests", code="engine_dead")
+    if isinstance(error, ModelError):
+        return ApiError(400, str(error))
+    logger.error("a request failed: %r", error, exc_info=error)
+    return ApiError(500, "the server failed to handle the request; its log says why")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error of a route in OpenAI's form."""
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    async def handle_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+    async def handle_validation(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return validation_error(error).response()
+
+    app.add_exception_handler(HTTPException, handle_http)
+    app.add_exception_handler(RequestValidationError, handle_validation)
+    app.add_exception_handler(Exception, handle)
+    for kind in (ApiError, RequestError, ConfigError, ProfilerError, EngineDeadError, ModelError):
+        app.add_exception_handler(kind, handle)
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """The first complaint about a body, with the field's name; nothing of what was sent."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    param = ".".join(place) or None
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}" if param else message, param=param)

@@ -1,0 +1,28 @@
+"""Is the engine there: `/health`, `/ping`, `/version`."""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from engine.server.state import Phase, server_of
+from engine.version import __version__
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 when requests are served, else 503 with the reason."""
+    phase = server_of(request).phase
+    return JSONResponse({"status": phase.value}, status_code=200 if phase is Phase.READY else 503)
+
+
+@router.api_route("/ping", methods=["GET", "POST"])
+async def ping(request: Request) -> Response:
+    """The same, under the name that SageMaker asks for."""
+    return await health(request)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of the server."""
+    return {"version": __version__}
