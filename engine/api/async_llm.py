@@ -6,6 +6,7 @@ async with AsyncLLM() as llm:
 """
 
 import asyncio
+import functools
 import itertools
 import os
 import time
@@ -23,13 +24,14 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError, IsinglassError, TokenizerError
 from engine.frontend.input_processor import ProcessedPrompt, Prompt
 from engine.frontend.llm_engine import LLMEngine
-from engine.frontend.observer import make_observer
+from engine.frontend.observer import EngineObserver, make_observer
 from engine.frontend.output_stream import RequestStream
 from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION, RequestTracer, open_tracer
 from engine.frontend.tokenizer import Tokenizer
 from engine.log import get_logger
 from engine.transport.async_mp_client import AsyncMPClient
 from engine.transport.client import EngineCoreClient
+from engine.types.attachment import CoreAttachment
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
 from instrumentation import Metric, ObservabilityConfig, ProfileStatus, RequestReport, Role
@@ -61,6 +63,7 @@ class AsyncLLM:
     Args:
         model: folder of a Transformers checkpoint, .gguf file or hub name; without it the embedded
             SmolLM2-135M-Instruct.
+        attachment: where another process's core is, for one of several frontends over it.
         **kwargs: every setting of `engine.config`, under vLLM's name where vLLM has it.
 
     Raises:
@@ -72,7 +75,14 @@ class AsyncLLM:
 
     llm_engine: LLMEngine
 
-    def __init__(self, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        attachment: CoreAttachment | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._attachment = attachment
         self._config = EngineConfig.from_kwargs(
             model=None if model is None else os.fspath(model),
             **{k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in kwargs.items()},
@@ -82,9 +92,13 @@ class AsyncLLM:
                 "AsyncLLM runs its core in a process of its own: leave enable_multiprocessing out."
             )
         self._starting: asyncio.Task[None] | None = None
+        self._unready_client: AsyncMPClient | None = None
+        self._is_killed = False
         self._handler: asyncio.Task[None] | None = None
         self._views = EngineViews()
         self._metrics_server: MetricsServer | None = None
+        self.metric_sources: list[Callable[[], list[Metric]]] = []
+        """What snapshots hold besides the engine's own metrics, such as a server's."""
         self._streams: dict[str, RequestStream] = {}
         self._ids = itertools.count()
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -155,6 +169,21 @@ class AsyncLLM:
             await asyncio.to_thread(self.llm_engine.shutdown)
         finally:
             self._close_metrics()
+
+    def kill(self) -> None:
+        """End the core at once; a start under way fails. `shutdown` has still to be awaited.
+
+        A core that belongs to another process is left alone.
+        """
+        self._is_killed = True
+        if self._unready_client is not None:
+            self._unready_client.kill()
+
+    def fail_unfinished(self, error: Exception) -> None:
+        """End every stream: its reader gets what it has not read yet and then this error, and the
+        request is aborted."""
+        for stream in list(self._streams.values()):
+            stream.fail(error)
 
     async def __aenter__(self) -> "AsyncLLM":
         await self.start()
@@ -326,6 +355,19 @@ class AsyncLLM:
         """
         return self._views.get_metrics()
 
+    @property
+    def observer(self) -> EngineObserver | None:
+        """What sees every message; None before the start, and with disable_log_stats=True."""
+        return self._views._observer if self._handler is not None else None
+
+    async def kv_block_map(self) -> dict[str, Any]:
+        """The KV pool block by block: see `engine.core.block_map`.
+
+        Raises:
+            EngineDeadError: the core has died.
+        """
+        return await self._client.call_utility_async("kv_block_map")
+
     def request_timeline(self, request_id: str) -> RequestReport:
         """See `LLM.request_timeline`."""
         return self._views.request_timeline(request_id)
@@ -362,9 +404,22 @@ class AsyncLLM:
 
     async def _start(self) -> None:
         wanted = self._config.observability
-        run_dir = None if wanted.trace_dir is None else make_run_dir(wanted.trace_dir)
+        attachment = self._attachment
+        if attachment is not None:
+            run_dir = attachment.run_dir
+            make_client = functools.partial(EngineCoreClient.attach_client, attachment)
+        else:
+            run_dir = None if wanted.trace_dir is None else make_run_dir(wanted.trace_dir)
+            make_client = EngineCoreClient.make_async_mp_client
         obs = setup(wanted, role=Role.CALLER, run_dir=run_dir)
-        observer = make_observer(wanted, obs, model_name=self._config.model.model)
+        observer = make_observer(
+            wanted,
+            obs,
+            model_name=self._config.model.model,
+            counts_steps=attachment is None or attachment.counts_steps,
+        )
+        if observer is not None:
+            observer.metrics.sources = self.metric_sources
         try:
             self._metrics_server = serve_metrics(wanted, observer)
             # Off the loop, which meanwhile serves whoever asks how far the start is.
@@ -375,7 +430,8 @@ class AsyncLLM:
                     run_dir=run_dir,
                     observer=observer,
                     open_tracer=_opens_tracer(wanted, observer),
-                    make_client=EngineCoreClient.make_async_mp_client,
+                    make_client=lambda *args, **kwargs: self._keep(make_client(*args, **kwargs)),
+                    first_request_num=0 if attachment is None else attachment.first_request_num,
                 )
             )
         except BaseException:
@@ -392,6 +448,14 @@ class AsyncLLM:
         self._handler = asyncio.create_task(self._handle_outputs(), name="output handler")
         for line in without_effect(audit(wanted)):
             logger.warning("%s is without effect: %s", line.option, line.detail)
+
+    def _keep(self, client: EngineCoreClient) -> EngineCoreClient:
+        """Remember the client before its core is up, so that `kill` can end it."""
+        assert isinstance(client, AsyncMPClient)
+        self._unready_client = client
+        if self._is_killed:
+            client.kill()
+        return client
 
     async def _handle_outputs(self) -> None:
         """Take each message of the core in, and hand its outputs to their streams."""

@@ -21,6 +21,7 @@ from engine.frontend.input_processor import InputProcessor, ProcessedPrompt, Pro
 from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.parallel_sampling import ParentRequest
+from engine.frontend.queue_counter import QueueCounter
 from engine.frontend.request_tracer import TEXT_COMPLETION, RequestTracer
 from engine.frontend.tokenizer import Tokenizer, get_tokenizer
 from engine.log import configure, get_logger, serving
@@ -43,6 +44,7 @@ class LLMEngine:
         config: the settings; `config.model.max_model_len` is what the core has settled on.
         ready: what else the core decided while it came up.
         controls: recordings, profiles, flight records, time lines of requests.
+        queue: what has been sent and no step has admitted yet.
         startup_spans_ns: begin and end of the frontend's own phases of start-up.
     """
 
@@ -55,6 +57,7 @@ class LLMEngine:
         observer: EngineObserver | None = None,
         open_tracer: Callable[[str], RequestTracer] | None = None,
         make_client: Callable[..., EngineCoreClient] = EngineCoreClient.make_client,
+        first_request_num: int = 0,
     ) -> None:
         configure(
             config.process.log_level,
@@ -105,8 +108,11 @@ class LLMEngine:
             config,
             model=dataclasses.replace(config.model, max_model_len=self.ready.max_model_len),
         )
-        self.input_processor = InputProcessor(self.config, self.model_config, self.tokenizer)
+        self.input_processor = InputProcessor(
+            self.config, self.model_config, self.tokenizer, first_request_num=first_request_num
+        )
         self.output_processor = OutputProcessor(self.tokenizer, obs=obs)
+        self.queue = QueueCounter()
         if observer is not None:
             startup_ns = {
                 phase.label: end_ns - begin_ns
@@ -251,6 +257,7 @@ class LLMEngine:
                 self.tracer.expect(request_id, request.request_num)
                 if self._observer is not None:
                     self._observer.observe_arrival(params, index=index)
+                self.queue.add(request.request_num, len(prompt.token_ids))
                 self._send(request)
 
     @contextmanager
@@ -336,6 +343,10 @@ class LLMEngine:
             done = self.output_processor.process_outputs(message)
             if done.to_abort:
                 self.engine_core.abort_requests(done.to_abort)
+        if message.step is not None and message.step.admissions:
+            self.queue.remove(admission.request_num for admission in message.step.admissions)
+        if done.first_tokens or done.timelines:  # the step's record may be another frontend's
+            self.queue.remove(one.request_num for one in (*done.first_tokens, *done.timelines))
         if self._observer is not None:
             self._observer.observe(message, done, received_ns=received_ns)
         self.tracer.observe(message, done)
@@ -373,6 +384,7 @@ class LLMEngine:
         self, request_ids: Sequence[str], reason: FinishReason, *, error: str | None = None
     ) -> None:
         timelines = self.output_processor.abandon(request_ids, reason, error=error)
+        self.queue.remove(timeline.request_num for timeline in timelines)
         if self._observer is not None:
             self._observer.observe_ended(timelines)
         self.tracer.observe_ended(timelines)

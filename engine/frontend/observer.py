@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.checkpoint.locate import EMBEDDED_MODEL
 from engine.config import EngineConfig
+from engine.frontend.live_tap import LiveTap
 from engine.frontend.output_processor import ProcessedOutputs
 from engine.log import get_logger
 from engine.types.messages import EngineCoreOutputs, EngineCoreReadyResponse
@@ -33,7 +34,11 @@ logger = get_logger(__name__)
 
 
 class EngineObserver:
-    """Feeds the accumulators and the console from messages and time lines."""
+    """Feeds the accumulators and the console from messages and time lines.
+
+    Attributes:
+        tap: gets all of it too, while the live view is watched; None while it is not.
+    """
 
     def __init__(
         self,
@@ -41,10 +46,13 @@ class EngineObserver:
         console: ConsoleStatus,
         *,
         wanted: ObservabilityConfig | None = None,
+        counts_steps: bool = True,
     ) -> None:
+        self._counts_steps = counts_steps
         self.metrics = metrics
         self.console = console
         self.history = StepHistory()
+        self.tap: LiveTap | None = None
         self._wanted = wanted or ObservabilityConfig()
         self._objectives = objectives_of(self._wanted)
         self._sinks_logged: set[SinkName] = set()
@@ -86,14 +94,19 @@ class EngineObserver:
             step, worker_step = message.step, message.worker_step
             if step is not None or worker_step is not None:
                 self._fenced(SinkName.ATTRIBUTION, self.history.observe, step, worker_step)
-            if step is not None:
+            if step is not None and self._counts_steps:
                 self._fenced(SinkName.CONSOLE, self._say, step, done.num_generation_tokens)
+            if self.tap is not None:
+                self.tap.observe(message, done)
             self.observe_ended(done.timelines)
             self.metrics.engine.count_time(time.monotonic_ns() - began_ns)
 
     def observe_ended(self, timelines: Iterable[RequestTimeline]) -> None:
         """Requests that have ended."""
+        timelines = list(timelines)
         with self.metrics.lock:
+            if self.tap is not None:
+                self.tap.observe_ended(timelines)
             for timeline in timelines:
                 self._fenced(SinkName.METRICS, self.metrics.requests.observe_end, timeline)
                 self._fenced(SinkName.ATTRIBUTION, self.history.add, timeline)
@@ -116,9 +129,9 @@ class EngineObserver:
 
     def _count(self, message: EngineCoreOutputs, done: ProcessedOutputs, received_ns: int) -> None:
         metrics = self.metrics
-        if message.step is not None:
+        if message.step is not None and self._counts_steps:
             metrics.observe_step(message.step)
-        if message.worker_step is not None:
+        if message.worker_step is not None and self._counts_steps:
             metrics.steps.observe_worker_step(message.worker_step)
         if message.sent_ns and received_ns:
             metrics.engine.observe_transport(received_ns - message.sent_ns)
@@ -160,9 +173,17 @@ class EngineObserver:
 
 
 def make_observer(
-    wanted: ObservabilityConfig, obs: Instrument, *, model_name: str | None, engine_index: int = 0
+    wanted: ObservabilityConfig,
+    obs: Instrument,
+    *,
+    model_name: str | None,
+    engine_index: int = 0,
+    counts_steps: bool = True,
 ) -> EngineObserver | None:
-    """The observer of one engine; None where no statistics are wanted."""
+    """The observer of one engine; None where no statistics are wanted.
+
+    Of several frontends over one core, one has `counts_steps`: their metrics are added up.
+    """
     if wanted.disable_log_stats:
         return None
     metrics = Metrics(
@@ -171,7 +192,7 @@ def make_observer(
         buckets=parse_buckets(wanted.custom_histogram_buckets),
     )
     console = ConsoleStatus(engine_index=engine_index, interval_s=wanted.log_stats_interval_s)
-    return EngineObserver(metrics, console, wanted=wanted)
+    return EngineObserver(metrics, console, wanted=wanted, counts_steps=counts_steps)
 
 
 def _core_facts(ready: EngineCoreReadyResponse) -> dict[str, str]:

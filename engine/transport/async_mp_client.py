@@ -114,7 +114,7 @@ class AsyncMPClient(MPClient):
         assert self._loop is not None
         self._take_messages()  # what it said before its end
         self._loop.remove_reader(self._core.death_read)
-        self._core.process.wait(timeout_s=_EXIT_WAIT_S)
+        self._core.wait(timeout_s=_EXIT_WAIT_S)
         self._end(self._core.death())
 
     def _end(self, death: EngineDeadError) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.types.attachment import CoreAttachment
 from engine.types.messages import (
     EngineCoreOutputs,
     EngineCoreReadyResponse,
@@ -33,9 +34,13 @@ class EngineCoreClient(ABC):
         """
         # Imported here: the in-process client brings the whole engine, torch included.
         if config.process.enable_multiprocessing:
+            from engine.transport.core_process import CoreProcess
             from engine.transport.mp_client import SyncMPClient
 
-            return SyncMPClient(config, run_dir=run_dir, obs=obs, on_death=on_death)
+            return SyncMPClient(
+                lambda: CoreProcess(config, run_dir=run_dir, obs=obs, on_death=on_death),
+                timeout_s=config.process.engine_ready_timeout_s,
+            )
         from engine.transport.inproc_client import InprocClient
 
         return InprocClient(config, run_dir=run_dir)
@@ -50,8 +55,30 @@ class EngineCoreClient(ABC):
     ) -> "EngineCoreClient":
         """The client for an event loop; otherwise as `make_client`."""
         from engine.transport.async_mp_client import AsyncMPClient
+        from engine.transport.core_process import CoreProcess
 
-        return AsyncMPClient(config, run_dir=run_dir, obs=obs, on_death=on_death)
+        return AsyncMPClient(
+            lambda: CoreProcess(config, run_dir=run_dir, obs=obs, on_death=on_death),
+            timeout_s=config.process.engine_ready_timeout_s,
+        )
+
+    @staticmethod
+    def attach_client(
+        attachment: CoreAttachment,
+        config: EngineConfig,
+        *,
+        run_dir: str | None,
+        obs: Instrument,
+        on_death: Callable[[], None] | None = None,
+    ) -> "EngineCoreClient":
+        """The client, for an event loop, of a core that another process owns."""
+        from engine.transport.async_mp_client import AsyncMPClient
+        from engine.transport.attached_core import AttachedCore
+
+        return AsyncMPClient(
+            lambda: AttachedCore(attachment, obs=obs, on_death=on_death),
+            timeout_s=config.process.engine_ready_timeout_s,
+        )
 
     @property
     @abstractmethod

@@ -7,6 +7,7 @@ Knows processes, sockets and their end; knows no message but the last one.
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -31,7 +32,19 @@ _NUM_DESCRIPTORS = 20
 
 
 class CoreProcess:
-    """The spawned core with its sockets and folder: everything that must not be left behind."""
+    """The spawned core with its sockets and folder: everything that must not be left behind.
+
+    Args:
+        config: the engine's settings.
+        run_dir: where the core writes its journal, None for no journal.
+        obs: this process's instrument.
+        on_death: called once, from another thread, when the process ends unasked.
+        num_frontends: further processes that will attach to the core, as clients 1, 2, …; this
+            process is client 0.
+
+    Raises:
+        EngineStartError: the process cannot be started.
+    """
 
     def __init__(
         self,
@@ -39,11 +52,14 @@ class CoreProcess:
         *,
         run_dir: str | None,
         obs: Instrument,
-        on_death: Callable[[], None] | None,
+        on_death: Callable[[], None] | None = None,
+        num_frontends: int = 0,
     ) -> None:
         settings, main_path = portable_classes(config)  # may raise: before there is anything
         self.grace_s = config.process.shutdown_timeout_s
         self.obs = obs
+        self.run_dir = run_dir
+        self._num_clients = num_frontends + 1
         self._on_death = on_death
         self.stopping = False
         self.failure: EngineCoreFailure | None = None
@@ -77,9 +93,8 @@ class CoreProcess:
         _require_descriptors(_NUM_DESCRIPTORS)  # libzmq ends the whole process for want of them
         self.context = zmq.Context(io_threads=1)
         undo.callback(self.context.destroy, linger=0)
-        self.input = self._bind(zmq.ROUTER, "input")
-        self.input.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.output = self._bind(zmq.PULL, "output")
+        addresses = [client_addresses(self.directory, index) for index in range(self._num_clients)]
+        self.input, self.output = bind_sockets(self.context, addresses[0])
         self.death_read, self._death_write = os.pipe()
         for end in (self.death_read, self._death_write):
             undo.callback(os.close, end)
@@ -88,8 +103,7 @@ class CoreProcess:
             {
                 "config": settings,
                 "protocol_version": PROTOCOL_VERSION,
-                "input_address": self.address("input"),
-                "output_address": self.address("output"),
+                "addresses": addresses,
                 "engine_index": 0,
                 "run_dir": run_dir,
                 "spawned_ns": time.monotonic_ns(),
@@ -102,9 +116,14 @@ class CoreProcess:
         self._monitor = threading.Thread(target=self._watch, name="EngineCoreMonitor", daemon=True)
         self._monitor.start()
 
-    def address(self, name: str) -> str:
-        """The ipc address of a socket."""
-        return f"ipc://{self.directory}/{name}"
+    @property
+    def pid(self) -> int:
+        """Process id of the core."""
+        return self.process.pid
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end of the process, so that its exit code is known."""
+        self.process.wait(timeout_s=timeout_s)
 
     @property
     def is_foreign(self) -> bool:
@@ -118,11 +137,7 @@ class CoreProcess:
 
     def poll(self, socket: zmq.Socket, timeout_s: float | None = None) -> bool:
         """Wait until the socket can be read (True), or the core is dead or time is up (False)."""
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self.death_read, zmq.POLLIN)
-        events = dict(poller.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
-        return socket in events
+        return poll_socket(socket, self.death_read, timeout_s)
 
     def death(self) -> EngineDeadError:
         """The error that tells of the core's end."""
@@ -155,6 +170,11 @@ class CoreProcess:
         if not self._flight_record:
             return ""
         return f" Its last steps: isinglass flight show {self._flight_record}"
+
+    def kill(self) -> None:
+        """End the process now, from any thread; what is left of it, `close` still has to remove."""
+        self.stopping = True
+        self.process.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
         """Stop the process, close the sockets, remove the folder.
@@ -196,13 +216,6 @@ class CoreProcess:
         shutil.rmtree(self.directory, ignore_errors=True)
         self._closed = True
 
-    def _bind(self, kind: int, name: str) -> zmq.Socket:
-        socket = self.context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.bind(self.address(name))
-        return socket
-
     def _watch(self) -> None:
         code = self.process.wait()
         is_death = not self.stopping
@@ -213,6 +226,38 @@ class CoreProcess:
         os.close(self._death_write)  # makes the other end readable, for good
         if is_death and self._on_death is not None:
             self._on_death()
+
+
+def client_addresses(directory: str, client_index: int) -> tuple[str, str]:
+    """The ipc addresses of a client's two sockets, which it binds and the core connects to."""
+    return f"ipc://{directory}/input.{client_index}", f"ipc://{directory}/output.{client_index}"
+
+
+def bind_sockets(context: zmq.Context, addresses: tuple[str, str]) -> tuple[zmq.Socket, zmq.Socket]:
+    """A client's sockets: ROUTER to send by, PULL to receive by; neither ever makes a sender wait.
+
+    Raises:
+        zmq.ZMQError: they cannot be made.
+    """
+    sockets = []
+    for kind, address in zip((zmq.ROUTER, zmq.PULL), addresses, strict=True):
+        socket = context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(address)
+        sockets.append(socket)
+    return sockets[0], sockets[1]
+
+
+def poll_socket(socket: zmq.Socket, death_read: int, timeout_s: float | None) -> bool:
+    """Wait until the socket can be read (True), or death can, or time is up (False)."""
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(death_read, zmq.POLLIN)
+    events = dict(poller.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
+    return socket in events
 
 
 def own_error(failure: EngineCoreFailure) -> IsinglassError | None:

@@ -12,13 +12,13 @@ interpreter exit.
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import zmq
 
-from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineStartError, IsinglassError
+from engine.transport.attached_core import AttachedCore
 from engine.transport.client import EngineCoreClient
 from engine.transport.core_process import CoreProcess, own_error
 from engine.transport.interrupts import deferred_interrupts
@@ -33,32 +33,38 @@ from engine.types.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from instrumentation import Instrument
+
+AnyCore: TypeAlias = CoreProcess | AttachedCore
 
 
 class MPClient(EngineCoreClient):
-    """What both clients share: the handshake, sending (which never waits), and the end."""
+    """What both clients share: the handshake, sending (which never waits), and the end.
+
+    Args:
+        start: starts the core, or attaches to one that runs.
+        timeout_s: how long the core may take to become ready.
+    """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        run_dir: str | None,
-        obs: Instrument,
-        on_death: Callable[[], None] | None,
+        self, start: Callable[[], CoreProcess | AttachedCore], *, timeout_s: float
     ) -> None:
-        self._timeout_s = config.process.engine_ready_timeout_s
+        self._timeout_s = timeout_s
         with deferred_interrupts():  # a process that nobody will stop must not be left
-            self._core = CoreProcess(config, run_dir=run_dir, obs=obs, on_death=on_death)
-            self._finalizer = weakref.finalize(self, CoreProcess.close, self._core)
+            self._core = start()
+            self._finalizer = weakref.finalize(self, self._core.close)
         self._encoder = MessageEncoder()
         self._decoder = MessageDecoder(EngineCoreOutputs)
         self._next_call = 0
 
     @property
+    def core(self) -> AnyCore:
+        """The core's process, or what an attached client sees of it."""
+        return self._core
+
+    @property
     def core_pid(self) -> int:
         """Process id of the core."""
-        return self._core.process.pid
+        return self._core.pid
 
     def wait_ready(self) -> EngineCoreReadyResponse:
         try:
@@ -73,9 +79,21 @@ class MPClient(EngineCoreClient):
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._send(MessageType.ABORT, self._encoder.encode(list(request_ids)))
 
+    def detach_client(self, client_index: int) -> None:
+        """Tell the core, whose owner we are, that another client is gone: its requests end."""
+        self._send(MessageType.DETACH, self._encoder.encode(client_index))
+
     def shutdown(self) -> None:
         self._core.close()  # interrupted, the finaliser still has its turn
         self._finalizer.detach()
+
+    def kill(self) -> None:
+        """End the core's process at once, in whatever state it is; `shutdown` has still to follow.
+
+        For any thread. A core that belongs to another process is left alone.
+        """
+        if isinstance(self._core, CoreProcess):
+            self._core.kill()
 
     def _send(self, kind: MessageType, frames: list[Frame]) -> None:
         self._ensure_alive()
@@ -94,6 +112,8 @@ class MPClient(EngineCoreClient):
 
     def _handshake(self) -> EngineCoreReadyResponse:
         core = self._core
+        if isinstance(core, AttachedCore):
+            core.ask_for_ready(self._timeout_s)
         if not core.poll(core.input, self._timeout_s):
             if core.is_dead:
                 death = core.death()
@@ -133,14 +153,9 @@ class SyncMPClient(MPClient):
     """Blocking client, for the offline API. Not thread-safe: one caller at a time."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        run_dir: str | None,
-        obs: Instrument,
-        on_death: Callable[[], None] | None,
+        self, start: Callable[[], CoreProcess | AttachedCore], *, timeout_s: float
     ) -> None:
-        super().__init__(config, run_dir=run_dir, obs=obs, on_death=on_death)
+        super().__init__(start, timeout_s=timeout_s)
         self._pending: deque[EngineCoreOutputs] = deque()
 
     def get_output(self) -> EngineCoreOutputs:
@@ -163,7 +178,7 @@ class SyncMPClient(MPClient):
             kind, *frames = self._core.output.recv_multipart()
         if kind == MessageType.FAILED.value:
             self._core.failure = msgspec.msgpack.decode(frames[0], type=EngineCoreFailure)
-            self._core.process.wait(timeout_s=2.0)
+            self._core.wait(timeout_s=2.0)
             raise self._core.death()
         return self._decoder.decode(frames)
 

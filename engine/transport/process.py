@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from engine.transport.boot import BOOTSTRAP
@@ -31,6 +32,7 @@ class SpawnedProcess:
         name: str,
         private_dir: str,
         main_path: str | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does
@@ -40,6 +42,7 @@ class SpawnedProcess:
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=_child_environment(),
+            pass_fds=pass_fds,
         )
         boot = {
             "sys_path": sys.path,
@@ -92,6 +95,10 @@ class SpawnedProcess:
             self._process.terminate()
             self.wait(1.0)
         self.kill()
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal; harmless when it has ended."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End it now, if it has not ended, and let go of its pipes."""

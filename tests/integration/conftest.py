@@ -46,6 +46,24 @@ def tiny_llama(tiny_folders: dict[str, Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def text_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a long context and a tokenizer of one token a byte."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("text") / "llama"
+    build_tiny_checkpoint(folder, "llama", vocab_size=256, max_position_embeddings=32768)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a context in which a generation lasts for many seconds."""
     folder = tmp_path_factory.mktemp("long") / "llama"

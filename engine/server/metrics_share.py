@@ -1,0 +1,90 @@
+"""Metrics of several frontends over one core, so that a scrape of any of them has them all.
+
+Each frontend writes its snapshot to a file of its own in the core's private folder, once a second;
+a scrape adds the others' files to what the scraped frontend knows at that moment. The file of a
+frontend that has died stays, so totals never go down, and what it had in flight counts as failed.
+Knows files; knows no format of a scrape.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.log import get_logger
+from instrumentation import Metric
+from instrumentation.metric_merge import (
+    decode_snapshot,
+    encode_snapshot,
+    end_in_flight,
+    merge_snapshots,
+)
+
+logger = get_logger(__name__)
+
+INTERVAL_S = 1.0
+"""How old the others' numbers may be."""
+
+
+class MetricsShare:
+    """One frontend's part in it.
+
+    Args:
+        directory: the private folder that all frontends of the core share.
+        index: which frontend this is; the lowest one's gauges count.
+        own: this frontend's snapshot.
+    """
+
+    def __init__(self, directory: str, index: int, own: Callable[[], Sequence[Metric]]) -> None:
+        self._own = own
+        self._path = Path(directory) / f"metrics.{index:03}.{os.getpid()}"
+
+    def snapshot(self) -> list[Metric]:
+        """All frontends' metrics as one, this one's as of now."""
+        living = {self._path.name: list(self._own())}
+        dead = []
+        for path in sorted(self._path.parent.glob("metrics.*[0-9]")):
+            if path == self._path:
+                continue
+            snapshot = self._read(path)
+            if _is_running(int(path.suffix[1:])):
+                living[path.name] = snapshot
+            else:
+                dead.append(end_in_flight(snapshot))
+        return merge_snapshots([*(living[name] for name in sorted(living)), *dead])
+
+    async def publish(self) -> None:
+        """Write this frontend's snapshot, again and again, and once more when cancelled."""
+        try:
+            while True:
+                self.write()
+                await asyncio.sleep(INTERVAL_S)
+        finally:
+            self.write()
+
+    def write(self) -> None:
+        """Write this frontend's snapshot, whole or not at all."""
+        new = self._path.with_name(f"{self._path.name}.new")
+        try:
+            new.write_bytes(encode_snapshot(self._own()))
+            new.replace(self._path)
+        except OSError as error:  # a full disk, or the owner has removed the folder
+            logger.debug("the metrics were not shared: %s", error)
+
+    @staticmethod
+    def _read(path: Path) -> list[Metric]:
+        try:
+            return decode_snapshot(path.read_bytes())
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("the metrics of another frontend cannot be read: %s", error)
+            return []
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,162 @@
+"""Several frontends over one core: starts them, watches them, and ends them.
+
+    supervisor ── owns ──▶ core ◀── attach ── frontend 1, 2, …   (one listening socket for all)
+
+A frontend that dies is replaced, and its requests end in the core; when the core dies, all end.
+When the supervisor dies, even by SIGKILL, everything goes with it. Knows processes; no HTTP.
+"""
+
+import asyncio
+import dataclasses
+import signal
+import socket
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from engine.api.run_dir import make_run_dir
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, IsinglassError
+from engine.log import configure, get_logger
+from engine.server.config import ServerConfig
+from engine.transport.core_process import CoreProcess
+from engine.transport.mp_client import SyncMPClient
+from engine.transport.process import SpawnedProcess
+from engine.types.attachment import CoreAttachment
+from instrumentation import NULL
+
+logger = get_logger(__name__)
+
+_FRONTEND_MAIN = "engine.server.frontend_process:run_frontend"
+_MAX_RESTARTS, _RESTART_WINDOW_S = 5, 60.0
+"""More deaths of frontends than that in the window are not bad luck: the server ends."""
+_NUMS_PER_CLIENT, _NUMS_PER_LIFE = 1 << 44, 1 << 32
+"""Numbers of requests: each life of each frontend has a range of its own, all below 2**53."""
+
+
+class Supervisor:
+    """One core and its frontends."""
+
+    def __init__(
+        self, config: ServerConfig, engine_arguments: dict[str, Any], listener: socket.socket
+    ) -> None:
+        self._config = config
+        self._engine_arguments = engine_arguments
+        self._listener = listener
+        engine_config = EngineConfig.from_kwargs(**engine_arguments)
+        process, observability = engine_config.process, engine_config.observability
+        configure(
+            process.log_level,
+            role="supervisor",
+            own_process=False,
+            log_format=observability.log_format,
+        )
+        trace_dir = observability.trace_dir
+        self._run_dir = None if trace_dir is None else make_run_dir(trace_dir)
+        num_frontends = config.api_server_count
+        self._client = SyncMPClient(
+            lambda: CoreProcess(
+                engine_config, run_dir=self._run_dir, obs=NULL, num_frontends=num_frontends
+            ),
+            timeout_s=process.engine_ready_timeout_s,
+        )
+        self._core = self._client.core
+        self._threads = ThreadPoolExecutor(num_frontends + 1, thread_name_prefix="waiting")
+        self._frontends: dict[int, SpawnedProcess] = {}
+        self._lives: dict[int, int] = dict.fromkeys(range(1, num_frontends + 1), 0)
+        self._deaths_s: deque[float] = deque()
+        self._exit_codes: list[int] = []
+        self._is_stopping = False
+
+    async def run(self) -> int:
+        """Serve until a signal, the core's death or too many of the frontends'; the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            for index in self._lives:
+                self._start(index)
+            ready = loop.run_in_executor(self._threads, self._client.wait_ready)
+            watching = [asyncio.create_task(self._watch(index)) for index in self._lives]
+            await asyncio.gather(ready, return_exceptions=True)
+            error = ready.exception()
+            if error is not None:
+                self._stop()
+            await asyncio.gather(*watching)
+            if isinstance(error, IsinglassError):
+                logger.error("the engine did not start: %s", error)
+            return max([0 if error is None else 1, *self._exit_codes])
+        finally:
+            for process in self._frontends.values():
+                process.kill()
+            await asyncio.to_thread(self._client.shutdown)
+            self._threads.shutdown(wait=False)
+
+    def _start(self, index: int) -> None:
+        life = self._lives[index]
+        self._lives[index] += 1
+        attachment = CoreAttachment(
+            directory=self._core.directory,
+            client_index=index,
+            first_request_num=index * _NUMS_PER_CLIENT + life * _NUMS_PER_LIFE,
+            core_pid=self._core.pid,
+            death_fd=self._core.death_read,
+            counts_steps=index == 1,
+            run_dir=self._run_dir,
+        )
+        self._frontends[index] = SpawnedProcess(
+            _FRONTEND_MAIN,
+            {
+                "config": dataclasses.asdict(self._config),
+                "engine_arguments": self._engine_arguments,
+                "attachment": msgspec.to_builtins(attachment),
+                "listener_fd": self._listener.fileno(),
+            },
+            name=f"ApiServer_{index}",
+            private_dir="",
+            pass_fds=(self._listener.fileno(), self._core.death_read),
+        )
+
+    async def _watch(self, index: int) -> None:
+        """Wait for a frontend's end, and replace it where it was not asked for."""
+        loop = asyncio.get_running_loop()
+        while True:
+            code = await loop.run_in_executor(self._threads, self._frontends[index].wait)
+            assert code is not None
+            if self._is_stopping or self._core.is_dead or not self._may_restart():
+                self._exit_codes.append(abs(code))
+                return
+            logger.error(
+                "frontend %d died (%s); its requests are lost, another one takes its place",
+                index,
+                f"killed by signal {-code}" if code < 0 else f"exit code {code}",
+            )
+            try:
+                self._client.detach_client(index)
+            except EngineDeadError:
+                self._exit_codes.append(1)
+                return
+            self._start(index)
+
+    def _may_restart(self) -> bool:
+        now_s = time.monotonic()
+        self._deaths_s.append(now_s)
+        while self._deaths_s[0] < now_s - _RESTART_WINDOW_S:
+            self._deaths_s.popleft()
+        if len(self._deaths_s) <= _MAX_RESTARTS:
+            return True
+        logger.error("frontends die again and again; the server ends")
+        self._stop()
+        return False
+
+    def _stop(self) -> None:
+        """Ask the frontends to end; asked a second time, they end at once.
+
+        By SIGTERM always: a terminal's SIGINT reaches them too, and they leave it to us.
+        """
+        self._is_stopping = True
+        for process in self._frontends.values():
+            process.send_signal(signal.SIGTERM)

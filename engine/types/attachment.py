@@ -1,0 +1,21 @@
+"""How a process finds a core that another one owns."""
+
+import msgspec
+
+
+class CoreAttachment(msgspec.Struct, frozen=True, kw_only=True):
+    """Plain values, handed to a frontend's process when it starts."""
+
+    directory: str
+    """The private folder with the sockets of all clients."""
+    client_index: int
+    """Which of the core's clients the frontend is; 0 is the core's owner."""
+    first_request_num: int
+    """Numbers of requests from here on are the frontend's own."""
+    core_pid: int
+    death_fd: int
+    """An inherited descriptor that becomes readable when the core, or its owner, has ended."""
+    counts_steps: bool = True
+    """Whether this frontend's metrics count the core's steps: one of them does."""
+    run_dir: str | None = None
+    """Folder of the run that the core records into from the start."""

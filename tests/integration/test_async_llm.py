@@ -1,0 +1,298 @@
+"""`AsyncLLM`: many tasks on one loop, the same outputs as `LLM`, aborts, ends."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineDeadError,
+    IsinglassError,
+    ModelNotFoundError,
+    PromptError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    SamplingParamsError,
+)
+from tests.integration.conftest import SMALL
+from tests.integration.reference import varied_text
+from tests.integration.scripts import is_running
+
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+LONG = SamplingParams(temperature=0, max_tokens=30_000, ignore_eos=True, output_kind=DELTA)
+
+
+def on_loop(work: Callable[[], Awaitable[Any]]) -> Any:
+    """Run a coroutine function to its end, within a time that shows a hang."""
+
+    async def run() -> Any:
+        async with asyncio.timeout(60):
+            return await work()
+
+    return asyncio.run(run())
+
+
+def requests(num: int) -> list[tuple[str, SamplingParams]]:
+    """Varied prompts and parameters."""
+    generator = random.Random(1)
+    made = []
+    for number in range(num):
+        temperature = generator.choice([0.0, 0.7, 1.3])
+        params = SamplingParams(
+            temperature=temperature,
+            seed=number,
+            max_tokens=generator.randint(1, 40),
+            n=generator.choice([1, 2]) if temperature else 1,
+            logprobs=generator.choice([None, 0, 3]),
+            stop=generator.choice([None, ["e", "q"]]),
+        )
+        made.append((varied_text(number, generator.randint(3, 12))[:200], params))
+    return made
+
+
+async def gather_deltas(stream: AsyncIterator[RequestOutput]) -> dict[int, Any]:
+    """Text, ids and end of each sample, put together from deltas."""
+    samples: dict[int, Any] = {}
+    async for output in stream:
+        for completion in output.outputs:
+            text, ids, logprobs, _ = samples.get(completion.index, ("", [], 0, None))
+            samples[completion.index] = (
+                text + completion.text,
+                ids + list(completion.token_ids),
+                logprobs + len(completion.logprobs or ()),
+                completion.finish_reason,
+            )
+    return samples
+
+
+@pytest.fixture(scope="module")
+def offline(text_llama: Path) -> list[RequestOutput]:
+    """What `LLM` makes of the requests."""
+    with LLM(text_llama, **SMALL) as llm:
+        prompts, params = zip(*requests(24), strict=True)
+        return llm.generate(list(prompts), list(params), use_tqdm=False)
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_the_same_outputs_as_offline(
+    text_llama: Path,
+    offline: list[RequestOutput],
+    kind: RequestOutputKind,
+) -> None:
+    async def run() -> list[dict[int, Any]]:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+
+            async def one(prompt: str, params: SamplingParams) -> dict[int, Any]:
+                outputs = llm.generate(prompt, params.clone(output_kind=kind))
+                if kind is DELTA:
+                    return await gather_deltas(outputs)
+                samples: dict[int, Any] = {}
+                async for output in outputs:
+                    for c in output.outputs:
+                        num_logprobs = len(c.logprobs or ())
+                        samples[c.index] = (
+                            c.text,
+                            list(c.token_ids),
+                            num_logprobs,
+                            c.finish_reason,
+                        )
+                return samples
+
+            results = await asyncio.gather(*[one(*request) for request in requests(24)])
+            assert llm.num_unfinished == 0
+            return results
+
+    for output, samples in zip(offline, on_loop(run), strict=True):
+        expected = {
+            c.index: (c.text, list(c.token_ids), len(c.logprobs or ()), c.finish_reason)
+            for c in output.outputs
+        }
+        assert samples == expected
+
+
+def test_leaving_a_stream_aborts_its_request_and_no_other(text_llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            other = asyncio.create_task(
+                gather_deltas(llm.generate("Another", LONG.clone(max_tokens=200)))
+            )
+            for leave in ("aclose", "cancel", "close"):
+                if leave == "close":
+                    stream = await llm.submit("Once", LONG)
+                    await anext(stream)
+                    stream.close()
+                elif leave == "aclose":
+                    async with contextlib.aclosing(llm.generate("Once", LONG)) as outputs:
+                        async for _ in outputs:
+                            break
+                else:
+                    task = asyncio.create_task(gather_deltas(llm.generate("Once", LONG)))
+                    await asyncio.sleep(0.1)
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+            samples = await other
+            assert len(samples[0][1]) == 200
+            assert llm.num_unfinished == 0
+            # Nothing is left in the core either.
+            deadline = time.monotonic() + 10
+            while not await llm.reset_prefix_cache():
+                assert time.monotonic() < deadline, "requests still hold blocks"
+                await asyncio.sleep(0.05)
+
+    on_loop(run)
+
+
+def test_abort_by_id_ends_the_stream_with_what_there_is(text_llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            stream = await llm.submit("Once", LONG, "mine")
+            first = await anext(stream)
+            await llm.abort("mine")
+            await llm.abort("nobody's")
+            last = [output async for output in stream][-1]
+            assert (first.finished, last.finished) == (False, True)
+            assert last.outputs[0].finish_reason == "abort"
+
+    on_loop(run)
+
+
+def test_bad_requests_are_refused_before_they_are_sent(text_llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            with pytest.raises(PromptError):
+                await llm.submit("")
+            with pytest.raises(PromptError, match="1000000"):
+                await llm.submit([1, 10**6])
+            with pytest.raises(SamplingParamsError):
+                await llm.submit("a", SamplingParams(logprobs=10_000))
+            stream = await llm.submit("a", LONG, "mine")
+            with pytest.raises(PromptError, match="unfinished"):
+                await llm.submit("a", LONG, "mine")
+            assert len([o async for o in llm.generate("a", SamplingParams(max_tokens=3))]) >= 1
+            stream.close()
+            rejected = {
+                m.labels["error"]: m.value
+                for m in llm.get_metrics()
+                if m.name == "isinglass_requests_rejected_total"
+            }
+            assert {error: n for error, n in rejected.items() if n} == {
+                "PromptError": 3,
+                "SamplingParamsError": 1,
+            }
+
+    on_loop(run)
+
+
+def test_the_cores_death_ends_every_stream_soon_and_later_calls_too(text_llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            streams = [await llm.submit("Once", LONG) for _ in range(5)]
+            await asyncio.gather(*[anext(stream) for stream in streams])
+            utility = asyncio.create_task(llm.stop_profile())
+            killed_s = time.monotonic()
+            os.kill(llm.llm_engine.engine_core.core_pid, signal.SIGKILL)
+
+            async def read(stream: AsyncIterator[RequestOutput]) -> None:
+                async for _ in stream:
+                    pass
+
+            errors = await asyncio.gather(*map(read, streams), return_exceptions=True)
+            assert time.monotonic() - killed_s < 2
+            assert {type(error) for error in errors} == {EngineDeadError}
+            assert "signal 9" in str(errors[0])
+            with pytest.raises(EngineDeadError):
+                await llm.submit("Once", LONG)
+            with pytest.raises(IsinglassError):
+                await utility
+            assert not llm.is_running
+            assert (await llm.wait_for_death()) is llm.dead_error
+
+    on_loop(run)
+
+
+def test_shutdown_ends_streams_and_leaves_nothing(
+    text_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def run() -> int:
+        llm = AsyncLLM(text_llama, **SMALL)
+        await llm.shutdown()  # nothing has been started
+        stream = await llm.submit("Once", LONG)
+        pid = llm.llm_engine.engine_core.core_pid
+        await llm.shutdown()
+        await llm.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            async for _ in stream:
+                pass
+        return pid
+
+    assert not is_running(on_loop(run))
+    assert not list(tmp_path.glob("isinglass-*"))
+
+
+def test_wrong_settings_and_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        AsyncLLM(max_num_seq=3)
+    with pytest.raises(IsinglassError, match="process of its own"):
+        AsyncLLM(enable_multiprocessing=False)
+
+    async def run() -> None:
+        llm = AsyncLLM(tmp_path / "nothing")
+        for _ in range(2):
+            with pytest.raises(ModelNotFoundError):
+                await llm.start()
+        await llm.shutdown()
+
+    on_loop(run)
+
+
+def test_views_while_requests_run(text_llama: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            stream = await llm.submit("Once", LONG, "seen")
+            await anext(stream)
+            folder = await llm.start_trace(tmp_path)
+            await llm.start_profile(max_steps=3)
+            await anext(stream)
+            assert llm.request_timeline("seen").timeline.num_prompt_tokens > 0
+            assert Path(await llm.dump_flight_record()).is_file()
+            with contextlib.suppress(IsinglassError):  # it may have ended by itself
+                await llm.stop_profile()
+            assert await llm.stop_trace() == folder
+            stream.close()
+            journals = {path.name.split(".")[0] for path in Path(folder).glob("*.journal")}
+            assert {"caller", "core"} <= journals
+
+    on_loop(run)
+
+
+def test_chat_is_generate_behind_the_template(text_llama: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    messages = [{"role": "user", "content": "Hello " * 900}]
+    params = SamplingParams(temperature=0, max_tokens=5, output_kind=FINAL_ONLY)
+
+    async def run() -> list[RequestOutput]:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            chat = [o async for o in llm.chat(messages, params, chat_template=template)]
+            text = "user: " + "Hello " * 900 + "\n"
+            ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+            plain = [o async for o in llm.generate(ids, params)]
+            return [chat[-1], plain[-1]]
+
+    chat, plain = on_loop(run)
+    assert chat.prompt_token_ids == plain.prompt_token_ids
+    assert chat.outputs[0].token_ids == plain.outputs[0].token_ids

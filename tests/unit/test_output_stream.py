@@ -1,0 +1,107 @@
+"""The stream of one request: order, merging while the reader is slow, ends."""
+
+import asyncio
+import random
+
+import pytest
+
+from engine.errors import EngineDeadError
+from engine.frontend.output_stream import RequestStream
+from engine.types.outputs import CompletionOutput, RequestOutput
+from engine.types.sampling import RequestOutputKind
+
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+
+
+def output(*completions: CompletionOutput, finished: bool = False) -> RequestOutput:
+    return RequestOutput("r", "prompt", [1, 2], list(completions), finished)
+
+
+def deltas(num_samples: int, num_tokens: int, generator: random.Random) -> list[RequestOutput]:
+    """One token an output, samples in random order; the last output of each says stop."""
+    order = [index for index in range(num_samples) for _ in range(num_tokens)]
+    generator.shuffle(order)
+    sent = [0] * num_samples
+    outputs = []
+    for position, index in enumerate(order):
+        sent[index] += 1
+        token_id = 100 * index + sent[index]
+        reason = "stop" if sent[index] == num_tokens else None
+        outputs.append(
+            output(
+                CompletionOutput(index, f"<{token_id}>", [token_id], finish_reason=reason),
+                finished=position == len(order) - 1,
+            )
+        )
+    return outputs
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_slow_reader_gets_every_token_once_and_in_order(seed: int) -> None:
+    generator = random.Random(seed)
+    num_samples, num_tokens = generator.randint(1, 3), generator.randint(1, 30)
+    closed: list[str] = []
+
+    async def run() -> dict[int, list[CompletionOutput]]:
+        stream = RequestStream("r", DELTA, on_close=closed.append)
+
+        async def write() -> None:
+            for one in deltas(num_samples, num_tokens, generator):
+                stream.put(one)
+                if generator.random() < 0.5:
+                    await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write())
+        seen: dict[int, list[CompletionOutput]] = {}
+        async for one in stream:
+            for completion in one.outputs:
+                seen.setdefault(completion.index, []).append(completion)
+            if generator.random() < 0.3:
+                await asyncio.sleep(0.001)
+        await writing
+        return seen
+
+    seen = asyncio.run(run())
+    assert closed == ["r"]
+    assert seen.keys() == set(range(num_samples))
+    for index, pieces in seen.items():
+        token_ids = [100 * index + number for number in range(1, num_tokens + 1)]
+        assert [token for piece in pieces for token in piece.token_ids] == token_ids
+        assert "".join(piece.text for piece in pieces) == "".join(f"<{t}>" for t in token_ids)
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+
+
+def test_of_cumulative_outputs_the_last_counts() -> None:
+    async def run() -> list[RequestOutput]:
+        stream = RequestStream("r", CUMULATIVE, on_close=lambda _: None)
+        stream.put(output(CompletionOutput(0, "a", [1]), CompletionOutput(1, "x", [7])))
+        stream.put(output(CompletionOutput(0, "ab", [1, 2], finish_reason="stop"), finished=True))
+        return [one async for one in stream]
+
+    (only,) = asyncio.run(run())
+    texts = {completion.index: completion.text for completion in only.outputs}
+    assert (texts, only.finished) == ({0: "ab", 1: "x"}, True)
+
+
+def test_an_error_comes_behind_what_was_there_before_it() -> None:
+    async def run() -> None:
+        closed: list[str] = []
+        stream = RequestStream("r", DELTA, on_close=closed.append)
+        stream.put(output(CompletionOutput(0, "a", [1])))
+        stream.fail(EngineDeadError("gone"))
+        assert (await anext(stream)).outputs[0].text == "a"
+        with pytest.raises(EngineDeadError, match="gone"):
+            await anext(stream)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        assert closed == ["r"]
+
+    asyncio.run(run())
+
+
+def test_closing_twice_tells_once() -> None:
+    closed: list[str] = []
+    stream = RequestStream("r", DELTA, on_close=closed.append)
+    stream.close()
+    stream.close()
+    assert closed == ["r"]
