@@ -1,5 +1,6 @@
 """One of several frontends: the process that a supervisor starts."""
 
+import signal
 import socket
 import sys
 from typing import Any
@@ -8,6 +9,7 @@ import msgspec
 
 from engine.api.async_llm import AsyncLLM
 from engine.server.config import ServerConfig
+from engine.server.serve import leave
 from engine.server.serve import run_frontend as serve_frontend
 from engine.types.attachment import CoreAttachment
 
@@ -20,6 +22,9 @@ def run_frontend(
     listener_fd: int,
 ) -> None:
     """Entry point of the spawned process: attach to the core, serve, end the process."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's; the supervisor hands them on
+        signal.signal(number, signal.SIG_IGN)
     engine = AsyncLLM(attachment=msgspec.convert(attachment, CoreAttachment), **engine_arguments)
     listener = socket.socket(fileno=listener_fd)
-    sys.exit(serve_frontend(ServerConfig.from_kwargs(**config), engine, listener))
+    code = serve_frontend(ServerConfig.from_kwargs(**config), engine, listener)
+    sys.exit(leave(code))

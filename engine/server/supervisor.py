@@ -80,19 +80,21 @@ class Supervisor:
             for index in self._lives:
                 self._start(index)
             ready = loop.run_in_executor(self._threads, self._client.wait_ready)
-            watching = [asyncio.create_task(self._watch(index)) for index in self._lives]
-            await asyncio.gather(ready, return_exceptions=True)
-            error = ready.exception()
-            if error is not None:
-                self._stop()
-            await asyncio.gather(*watching)
-            if isinstance(error, IsinglassError):
-                logger.error("the engine did not start: %s", error)
-            return max([0 if error is None else 1, *self._exit_codes])
+            watching = asyncio.gather(*[self._watch(index) for index in self._lives])
+            await asyncio.wait([ready, watching], return_when=asyncio.FIRST_COMPLETED)
+            if not watching.done() and not self._is_stopping:
+                error = ready.exception()
+                if isinstance(error, IsinglassError):
+                    logger.error("the engine did not start: %s", error)
+                    self._exit_codes.append(1)
+                    self._stop()
+            await watching
+            return max(self._exit_codes)
         finally:
             for process in self._frontends.values():
                 process.kill()
-            await asyncio.to_thread(self._client.shutdown)
+            await asyncio.to_thread(self._client.shutdown)  # a core that is starting, too
+            await asyncio.gather(ready, return_exceptions=True)
             self._threads.shutdown(wait=False)
 
     def _start(self, index: int) -> None:

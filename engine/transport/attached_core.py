@@ -18,6 +18,7 @@ from engine.types.messages import EngineCoreFailure, MessageType
 from instrumentation import Instrument
 
 _RETRY_S = 0.05
+_WATCH_S = 0.2
 
 
 class AttachedCore:
@@ -42,7 +43,8 @@ class AttachedCore:
         self.obs = obs
         self.pid = attachment.core_pid
         self.run_dir = attachment.run_dir
-        self.death_read = attachment.death_fd
+        # Our own copy: two clients of one process must not share what an event loop watches.
+        self.death_read = os.dup(attachment.death_fd)
         self.failure: EngineCoreFailure | None = None
         self.has_answered = False
         self.stopping = False
@@ -111,10 +113,13 @@ class AttachedCore:
             return
         self.stopping = True
         self.context.destroy(linger=500)
+        self._monitor.join()
+        os.close(self.death_read)
 
     def _watch(self) -> None:
         poller = zmq.Poller()
         poller.register(self.death_read, zmq.POLLIN)
-        poller.poll()
+        while not self.stopping and not poller.poll(_WATCH_S * 1000):
+            pass
         if not self.stopping and self._on_death is not None:
             self._on_death()

@@ -33,3 +33,17 @@ def deferred_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if held:
             handler(*held[0])
+
+
+@contextlib.contextmanager
+def children_outlive_sigterm() -> Iterator[None]:
+    """Processes that this thread starts meanwhile take no SIGTERM.
+
+    Service managers send it to all processes of a service at once, and shells to those of a job; a
+    server's core has to go on then until the last answer is complete. It ends with its parent.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

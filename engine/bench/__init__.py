@@ -1,0 +1,1 @@
+"""The load generator: `isinglass bench serve`, against any OpenAI-compatible server."""

@@ -1,0 +1,93 @@
+"""The load generator against this engine's own server: both sides count the same."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.server_process import ServerProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """The embedded model, served."""
+    with ServerProcess("--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)) as one:
+        yield one
+
+
+def bench(server: ServerProcess, *arguments: str) -> dict[str, Any]:
+    """Run the command; its document."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "engine.api.cli", "bench", "serve"),
+            *("--base-url", server.url, *arguments),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def counters(server: ServerProcess) -> dict[str, float]:
+    """The server's own totals of requests and tokens."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+def test_a_poisson_load_is_counted_alike_on_both_sides(server: ServerProcess) -> None:
+    before = counters(server)
+    document = bench(
+        server,
+        *("--num-prompts", "8", "--request-rate", "8", "--input-len", "20", "--output-len", "6"),
+        *("--ignore-eos", "--goodput", "ttft:60000"),
+    )
+    after = counters(server)
+    assert document["outcomes"] == {"ok": 8}
+    assert document["model_id"] == "SmolLM2-135M-Instruct"
+    assert document["tokens_counted_by"] == "usage"
+    assert document["total_output_tokens"] == 48
+    assert document["total_input_tokens"] == 160  # a word is a token of this model
+    assert document["goodput_ratio"] == 1
+    assert 0 < document["p50_ttft_ms"] < document["p50_e2el_ms"]
+    name = "isinglass_generation_tokens_total"
+    assert after[name] - before[name] == 48
+
+
+def test_shared_prefixes_are_found_in_the_servers_cache(server: ServerProcess) -> None:
+    document = bench(
+        server,
+        *("--num-prompts", "6", "--max-concurrency", "2", "--endpoint", "chat", "--ignore-eos"),
+        *("--dataset-name", "shared-prefix", "--num-prefixes", "1", "--prefix-len", "96"),
+        *("--input-len", "8", "--output-len", "4", "--num-warmups", "1"),
+    )
+    assert document["outcomes"] == {"ok": 6}
+    assert document["total_output_tokens"] == 24
+    assert document["total_cached_tokens"] >= 6 * 96
+
+
+def test_token_ids_are_taken_as_they_are(server: ServerProcess) -> None:
+    document = bench(
+        server,
+        *("--num-prompts", "4", "--max-concurrency", "4", "--token-ids", "100:20000"),
+        *("--input-len", "33", "--output-len", "3", "--ignore-eos"),
+    )
+    assert document["outcomes"] == {"ok": 4}
+    assert document["total_input_tokens"] == 4 * 33
+    assert document["total_output_tokens"] == 12
