@@ -26,8 +26,8 @@ bench: .venv/ready ## offline figures on the embedded model
 	$(BIN)/python benchmarks/offline.py
 
 .venv/ready: pyproject.toml constraints.txt scripts/setup.sh scripts/install_services.sh
-	PYTHON=$(PYTHON) sh scripts/setup.sh
 	sh scripts/install_services.sh
+	PYTHON=$(PYTHON) sh scripts/setup.sh
 	touch $@
 
 clean: ## remove the environment and recorded runs

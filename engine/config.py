@@ -9,6 +9,7 @@ KV blocks, a reduced context length) is never written back here: it comes back a
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
@@ -18,6 +19,8 @@ from instrumentation import ObservabilityConfig, option
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
+ATTENTION_BACKENDS = ("auto", "cpu", "native", "torch_reference")
+"""The names in `engine.attention.registry`, which a caller does not import: it needs torch."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -74,7 +77,16 @@ class ModelSettings:
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:N. auto: a CUDA device if there is one.")
     attention_backend: str = option(
-        "auto", "Attention implementation; auto: the fastest for the device. See the error's list."
+        "auto",
+        "Attention implementation; auto: the fastest for the device.",
+        choices=ATTENTION_BACKENDS,
+    )
+    cpu_kernels: str = option(
+        "auto",
+        "Whose kernels run a model on a CPU. native: the engine's own (bfloat16, needs a processor "
+        "with AMX and a C++ compiler), or an error; torch: PyTorch's; auto: native where they "
+        "can run the model. attention_backend says 'native' where they do.",
+        choices=("auto", "native", "torch"),
     )
 
 
@@ -125,6 +137,14 @@ class SchedulerConfig:
         choices=("fcfs", "priority"),
     )
     async_scheduling: bool = option(True, "Schedule the next step while this one runs.")
+    structured_outputs_timeout_s: float = option(
+        10.0,
+        "Seconds that compiling one structured output's schema, expression or grammar may take.",
+        minimum=0.001,
+    )
+    structured_outputs_cache_bytes: int = option(
+        64 << 20, "Memory for compiled structured outputs that later requests may use.", minimum=0
+    )
 
     def check_budget(self, max_model_len: int) -> None:
         """Check that the longest prompt can be scheduled.
@@ -214,6 +234,10 @@ class EngineConfig:
             group = getattr(self, name)
             for spec in fields(group):
                 check_setting(spec.name, getattr(group, spec.name), spec.type, spec.metadata)
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.model.device) is None:
+            raise ConfigError(
+                f"device must be auto, cpu, cuda or cuda:N; got {self.model.device!r}"
+            )
         if self.observability.custom_histogram_buckets is not None:
             self._check_buckets(self.observability.custom_histogram_buckets)
         if self.model.max_model_len is not None:

@@ -9,7 +9,8 @@
     │   └── TokenizerError                no tokenizer, or one that cannot be read
     ├── RequestError (ValueError)         bad input; found in the caller, never reaches the core
     │   ├── SamplingParamsError           a sampling parameter out of range
-    │   └── PromptError                   an empty or too long prompt, a token id out of range
+    │   ├── PromptError                   an empty or too long prompt, a token id out of range
+    │   └── QueueFullError                more would wait for the engine than may
     ├── LogitsProcessorError              a logits processor that the user brought has failed
     ├── ProfilerError                     a profile cannot be started or stopped as things are
     ├── EngineStartError                  the core did not come up: time-out, version, exception
@@ -58,6 +59,18 @@ class SamplingParamsError(RequestError):
 class PromptError(RequestError):
     """A prompt is empty, too long, of the wrong type, holds an invalid token id, or is text for an
     engine without a tokenizer."""
+
+
+class QueueFullError(RequestError):
+    """More requests, or more of their tokens, would wait for the engine than may.
+
+    Attributes:
+        retry_after_s: after how many seconds there should be room.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class LogitsProcessorError(IsinglassError):

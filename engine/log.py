@@ -55,7 +55,8 @@ _SERVED_REQUEST = _ServedRequest()
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (UTC, ISO 8601), level, logger, process, pid, message; request
-    and trace where there is one; the traceback where there is one."""
+    and trace where there is one; what `extra={"fields": {...}}` adds; the traceback where there is
+    one."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -75,6 +76,7 @@ class JsonFormatter(logging.Formatter):
             value = getattr(record, field, None)
             if value is not None:
                 line[field] = value
+        line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
@@ -102,11 +104,12 @@ def configure(level: str, *, role: str, own_process: bool, log_format: str = "te
     ours = [one for one in logger.handlers if isinstance(one, _OwnHandler)]
     others = logging.getLogger().handlers or len(logger.handlers) > len(ours)
     if not own_process and (others or ours):
-        # A second engine of this process may want the other format.
+        # A second engine of this process may want the other format; the role is the first one's.
         for one in ours:
-            one.setFormatter(_formatter(log_format, role))
+            one.setFormatter(_formatter(log_format, one.role))
         return
     handler = _OwnHandler(sys.stderr)
+    handler.role = role
     handler.addFilter(_SERVED_REQUEST)
     handler.setFormatter(_formatter(log_format, role))
     logger.handlers[:] = [handler]
@@ -115,6 +118,8 @@ def configure(level: str, *, role: str, own_process: bool, log_format: str = "te
 
 class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """The handler that `configure` has made."""
+
+    role = ""
 
 
 def _formatter(log_format: str, role: str) -> logging.Formatter:

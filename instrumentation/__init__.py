@@ -14,6 +14,7 @@ from instrumentation.names import (
     AdmissionStop,
     Event,
     FlightReason,
+    GrammarOutcome,
     GraphMode,
     Phase,
     PrefixMiss,
@@ -26,6 +27,7 @@ from instrumentation.names import (
 from instrumentation.ranges import Ranges
 from instrumentation.records import (
     Admission,
+    GrammarTotals,
     Preemption,
     RequestArrived,
     RequestTimeline,
@@ -81,6 +83,8 @@ __all__ = [
     "Event",
     "FlightReason",
     "Gauge",
+    "GrammarOutcome",
+    "GrammarTotals",
     "GraphMode",
     "Histogram",
     "Instrument",

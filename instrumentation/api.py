@@ -61,6 +61,7 @@ class Instrument:
     wait: Span = _NULL_SPAN
     update: Span = _NULL_SPAN
     publish: Span = _NULL_SPAN
+    grammar_bitmask: Span = _NULL_SPAN
     # Worker.
     prepare: Span = _NULL_SPAN
     forward: Span = _NULL_SPAN

@@ -44,14 +44,16 @@ def audit(
     *,
     environment: Mapping[str, str] | None = None,
     is_tracing: bool | None = None,
+    has_server: bool = False,
 ) -> list[AuditLine]:
     """Look at every option; a line each, and one for the hooks of the environment.
 
-    `is_tracing` says whether the engine has really set OpenTelemetry up, None before it has tried.
+    `is_tracing` says whether the engine has really set OpenTelemetry up, None before it has tried;
+    `has_server` whether a server offers the metrics, whatever `metrics_port` is.
     """
     environ = os.environ if environment is None else environment
     lines = [
-        *_metrics(config),
+        *_metrics(config, has_server=has_server),
         *_recording(config),
         *_flight(config),
         *_otel(config, environ, is_tracing),
@@ -89,7 +91,7 @@ def _needs(
     return AuditLine(option, AuditState.ON, on.format(value))
 
 
-def _metrics(config: ObservabilityConfig) -> Iterator[AuditLine]:
+def _metrics(config: ObservabilityConfig, *, has_server: bool) -> Iterator[AuditLine]:
     has_metrics = not config.disable_log_stats
     off = "disable_log_stats is set"
     has_endpoint = has_metrics and config.metrics_port is not None
@@ -98,9 +100,8 @@ def _metrics(config: ObservabilityConfig) -> Iterator[AuditLine]:
     yield _needs(config, "metrics_port", has=has_metrics, needed=off, on="port {}")
     no_endpoint = "there is no endpoint: set metrics_port"
     yield _needs(config, "metrics_host", has=has_endpoint, needed=no_endpoint, on="{}")
-    yield _needs(
-        config, "metrics_compat", has=has_endpoint, needed=no_endpoint, on="names of {} too"
-    )
+    is_offered = has_endpoint or (has_server and has_metrics)
+    yield _needs(config, "metrics_compat", has=is_offered, needed=no_endpoint, on="names of {} too")
     yield _needs(
         config, "custom_histogram_buckets", has=has_metrics, needed=off, on="bounds replaced"
     )

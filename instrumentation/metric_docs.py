@@ -7,7 +7,9 @@ from instrumentation import (
     cache_metrics,
     engine_metrics,
     request_metrics,
+    server_metrics,
     step_metrics,
+    structured_output_metrics,
 )
 from instrumentation.metric_info import METRICS, MetricInfo, MetricKind
 from instrumentation.vllm_names import DERIVED, SAME_VALUES
@@ -16,7 +18,9 @@ _GROUPS = {
     "Requests and tokens": request_metrics,
     "Steps and queues": step_metrics,
     "KV pool and prefix cache": cache_metrics,
+    "Structured outputs": structured_output_metrics,
     "Engine, transport, telemetry": engine_metrics,
+    "HTTP server": server_metrics,
 }
 _INTRODUCTION = """\
 # Metrics
@@ -28,26 +32,30 @@ rise; there are no ratios: divide rates of counters over a window of your choice
 the last step, ages as of the scrape. A series is there, at zero, from the start, unless its label's
 values are marked as open.
 
-`LLM(metrics_port=9400)` or `--metrics-port` serves them at `/metrics` as Prometheus text or, if the
-scraper asks for it, OpenMetrics with exemplars (`trace_id`, `span_id`); `LLM.get_metrics()` returns
-them. `custom_histogram_buckets` replaces bounds.
+`isinglass serve` has them at `/metrics`, `LLM(metrics_port=9400)` or `--metrics-port` at a port of
+their own, as Prometheus text or, if the scraper asks for it, OpenMetrics with exemplars
+(`trace_id`, `span_id`); `LLM.get_metrics()` returns them. `custom_histogram_buckets` replaces
+bounds.
 """
 
 
 def render() -> str:
     """The whole page."""
     parts = [_INTRODUCTION]
+    names: list[str] = []
     for title, module in _GROUPS.items():
         infos = [value for value in vars(module).values() if isinstance(value, MetricInfo)]
+        here = list(dict.fromkeys(info.name for info in infos))
         parts.append(f"## {title}\n")
         parts.append("| metric | kind | labels | meaning |\n|---|---|---|---|")
-        parts += [_row(info) for info in dict.fromkeys(info.name for info in infos)]
+        parts += [_row(name) for name in here]
         parts.append("")
+        names += here
     parts.append("## Buckets\n")
     parts.append("| metric | bounds |\n|---|---|")
     parts += [
         f"| `{info.name}` | {', '.join(f'{bound:g}' for bound in info.buckets)} |"
-        for info in METRICS.values()
+        for info in map(METRICS.__getitem__, names)
         if info.kind is MetricKind.HISTOGRAM
     ]
     parts.append("\n## Under vLLM's names\n")

@@ -64,6 +64,8 @@ class MetricInfo:
     help: str
     labels: dict[str, tuple[str, ...]]
     buckets: tuple[float, ...] = ()
+    adds_up: bool = True
+    """Whether the values of several frontends over one core are added; else the first's counts."""
 
 
 METRICS: dict[str, MetricInfo] = {}
@@ -77,13 +79,18 @@ def declare(
     unit: Unit,
     help: str,
     buckets: tuple[float, ...] = (),
+    adds_up: bool | None = None,
     **labels: tuple[str, ...],
 ) -> MetricInfo:
-    """Add a metric to the catalogue; histograms get the buckets of their unit by default."""
+    """Add a metric to the catalogue; histograms get the buckets of their unit by default.
+
+    Gauges tell of the one core, so those of several frontends are not added up by default.
+    """
     if kind is MetricKind.HISTOGRAM and not buckets:
         buckets = SECONDS_BUCKETS if unit is Unit.SECONDS else TOKENS_BUCKETS
     assert (kind is MetricKind.COUNTER) == name.endswith("_total"), name
-    info = MetricInfo(PREFIX + name, kind, unit, help, labels, buckets)
+    adds_up = kind is not MetricKind.GAUGE if adds_up is None else adds_up
+    info = MetricInfo(PREFIX + name, kind, unit, help, labels, buckets, adds_up)
     assert info.name not in METRICS, name
     METRICS[info.name] = info
     return info

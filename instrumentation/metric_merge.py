@@ -9,9 +9,10 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from instrumentation.metric_info import METRICS, MetricInfo
+from instrumentation.metric_info import METRICS, MetricInfo, MetricKind
 from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
 from instrumentation.request_metrics import REQUESTS_FINISHED, REQUESTS_IN_FLIGHT
+from instrumentation.server_metrics import HTTP_IN_FLIGHT, HTTP_OUTCOMES, HTTP_REQUESTS
 
 
 def merge_snapshots(snapshots: Iterable[Sequence[Metric]]) -> list[Metric]:
@@ -32,15 +33,29 @@ def merge_snapshots(snapshots: Iterable[Sequence[Metric]]) -> list[Metric]:
 
 
 def end_in_flight(snapshot: Sequence[Metric]) -> list[Metric]:
-    """What a frontend that has died last said, with all that it had in flight counted as failed."""
+    """What a frontend that has died last said, with all that it had in flight counted as failed.
+
+    Levels of its own are 0, and what it said of the core is left out: the living know better.
+    """
     lost = sum(m.value for m in snapshot if _is(m, REQUESTS_IN_FLIGHT))
+    lost_http = sum(m.value for m in snapshot if _is(m, HTTP_IN_FLIGHT))
     ended: list[Metric] = []
     for metric in snapshot:
-        if _is(metric, REQUESTS_IN_FLIGHT):
+        info = METRICS[metric.name]
+        if info.kind is MetricKind.GAUGE:
+            if not info.adds_up:
+                continue
+            assert isinstance(metric, Gauge)
             metric = dataclasses.replace(metric, value=0)
         elif _is(metric, REQUESTS_FINISHED) and metric.labels["finish_reason"] == "error":
             metric = dataclasses.replace(metric, value=metric.value + lost)
+        elif _is(metric, HTTP_OUTCOMES) and metric.labels["outcome"] == "server_error":
+            metric = dataclasses.replace(metric, value=metric.value + lost_http)
         ended.append(metric)
+    if lost_http:  # by route and status nobody knows them any more
+        (common,) = [m.labels for m in snapshot if _is(m, HTTP_IN_FLIGHT)]
+        unknown = {"method": "other", "route": "other", "status": "500"}
+        ended.append(Counter(HTTP_REQUESTS.name, common | unknown, lost_http))
     return ended
 
 

@@ -16,6 +16,7 @@ from instrumentation.metric_types import Metric
 from instrumentation.records import StepRecord
 from instrumentation.request_metrics import RequestMetrics
 from instrumentation.step_metrics import StepMetrics
+from instrumentation.structured_output_metrics import StructuredOutputMetrics
 
 
 class Metrics:
@@ -39,11 +40,14 @@ class Metrics:
         self.labels = dict(labels or {})
         self.lock = threading.RLock()
         """Held for as long as a message is counted or a snapshot taken, so that sums hold."""
+        self.sources: list[Callable[[], list[Metric]]] = []
+        """What else a snapshot holds, such as a server's own counts."""
         self._instrument = instrument
         self._clock = clock
         self._families = Families(buckets)
         self.steps = StepMetrics(self._families)
         self.cache = CacheMetrics(self._families)
+        self.structured_outputs = StructuredOutputMetrics(self._families)
         self.requests = RequestMetrics(self._families)
         self.engine = EngineMetrics(self._families, instrument=instrument)
 
@@ -51,6 +55,7 @@ class Metrics:
         """Count one step of the core: once each, as it comes with the outputs."""
         self.steps.observe_step(record)
         self.cache.observe_step(record)
+        self.structured_outputs.observe_step(record)
 
     def engine_died(self) -> None:
         """Keep the totals, and let go of the levels of a core that is no more."""
@@ -60,13 +65,15 @@ class Metrics:
     def snapshot(self) -> list[Metric]:
         """Read every series, also those still at zero, in the catalogue's order."""
         with self.lock:
-            return self._snapshot()
+            series = self._snapshot()
+        return [*series, *(one for source in self.sources for one in source())]
 
     def _snapshot(self) -> list[Metric]:
         last_step = self.steps.last_step
         self.steps.take_levels(self._clock(), self._instrument.phase_totals_ns())
         if last_step is not None:
             self.cache.take_levels(last_step)
+            self.structured_outputs.take_levels(last_step)
         self.requests.take_levels()
         self.engine.take_levels(last_step)
         return self._families.snapshot(self.labels)

@@ -54,6 +54,7 @@ class Phase(IntEnum):
     PROCESS_OUTPUTS = 14
     DECODE = 15
     ENCODE = 16
+    GRAMMAR_BITMASK = 17
 
     @property
     def label(self) -> str:
@@ -105,6 +106,11 @@ PHASES: dict[Phase, PhaseInfo] = {
         Role.CALLER, ThreadName.CALLER, "detokenise and build the outputs"
     ),
     Phase.DECODE: PhaseInfo(Role.CORE, ThreadName.INPUT_IO, "decode messages from the frontend"),
+    Phase.GRAMMAR_BITMASK: PhaseInfo(
+        Role.CORE,
+        ThreadName.CORE_LOOP,
+        "make the mask of tokens that grammars allow, while the forward pass runs",
+    ),
     Phase.ENCODE: PhaseInfo(Role.CORE, ThreadName.OUTPUT_IO, "encode messages to the frontend"),
 }
 
@@ -161,6 +167,7 @@ class Event(IntEnum):
     RECORDING_ENDED = 8
     FLIGHT_RECORD = 9
     GARBAGE_COLLECTION = 10
+    GRAMMAR_FAILED = 11
 
     @property
     def label(self) -> str:
@@ -180,6 +187,8 @@ EVENTS: dict[Event, str] = {
     Event.RECORDING_ENDED: "a recording reached its limit; value: bytes written",
     Event.FLIGHT_RECORD: "a flight record was written; detail: its file",
     Event.GARBAGE_COLLECTION: "Python collected garbage; value: nanoseconds; detail: generation",
+    Event.GRAMMAR_FAILED: "a structured output could not be compiled; value: nanoseconds; "
+    "detail: what became of it, and why",
 }
 
 
@@ -215,7 +224,10 @@ class WaitingReason(IntEnum):
     CAPACITY = 0
     """In the queue; only room is missing."""
     DEFERRED = 1
-    """Passed over, because something other than room is missing."""
+    """Passed over, because something other than room is missing; told by the hooks in vLLM only:
+    Isinglass's own scheduler passes requests over for a grammar alone."""
+    GRAMMAR = 2
+    """Passed over, because the grammar of its structured output is being compiled."""
 
     @property
     def label(self) -> str:
@@ -240,6 +252,23 @@ class PrefixMiss(IntEnum):
         return self.name.lower()
 
 
+class GrammarOutcome(IntEnum):
+    """What became of a structured output's constraint that was to be compiled."""
+
+    COMPILED = 0
+    INVALID = 1
+    TIMED_OUT = 2
+    CRASHED = 3
+    """The process that compiled it died."""
+    UNAVAILABLE = 4
+    """Nothing can be compiled: no process, or no usable tokenizer."""
+
+    @property
+    def label(self) -> str:
+        """The outcome's name in metrics and events."""
+        return self.name.lower()
+
+
 class SinkName(IntEnum):
     """What telemetry flows into; each can fail without the others."""
 
@@ -252,6 +281,7 @@ class SinkName(IntEnum):
     PROFILER = 6
     ATTRIBUTION = 7
     CONSOLE = 8
+    LIVE_VIEW = 9
 
     @property
     def label(self) -> str:

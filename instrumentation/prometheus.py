@@ -126,22 +126,34 @@ def _application(registry: CollectorRegistry) -> Callable[..., list[bytes]]:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             start_response("405 Method Not Allowed", [("Allow", "GET, HEAD")])
             return []
-        encode, content_type = choose_encoder(environ.get("HTTP_ACCEPT", ""))
-        if content_type.startswith(_OPENMETRICS):
-            # All our names are valid as they are; the library's other escapings would replace the
-            # colon of vLLM's names in the samples but not in their types.
-            body = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
-            content_type = f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
-        else:
-            body = encode(registry)
-        headers = [("Content-Type", content_type)]
-        if "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""):
-            body = gzip.compress(body, compresslevel=1)
-            headers.append(("Content-Encoding", "gzip"))
+        body, headers = exposition(
+            registry,
+            accept=environ.get("HTTP_ACCEPT", ""),
+            accept_encoding=environ.get("HTTP_ACCEPT_ENCODING", ""),
+        )
         start_response("200 OK", [*headers, ("Content-Length", str(len(body)))])
         return [body] if environ["REQUEST_METHOD"] == "GET" else []
 
     return serve
+
+
+def exposition(
+    registry: CollectorRegistry, *, accept: str, accept_encoding: str = ""
+) -> tuple[bytes, list[tuple[str, str]]]:
+    """A scrape's body and headers, in the format and the encoding that the scraper asks for."""
+    encode, content_type = choose_encoder(accept)
+    if content_type.startswith(_OPENMETRICS):
+        # All our names are valid as they are; the library's other escapings would replace the
+        # colon of vLLM's names in the samples but not in their types.
+        body = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
+        content_type = f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
+    else:
+        body = encode(registry)
+    headers = [("Content-Type", content_type)]
+    if "gzip" in accept_encoding:
+        body = gzip.compress(body, compresslevel=1)
+        headers.append(("Content-Encoding", "gzip"))
+    return body, headers
 
 
 def to_families(series: Iterable[Metric]) -> list[Family]:

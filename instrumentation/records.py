@@ -48,6 +48,22 @@ class Admission(NamedTuple):
     """How long ago that block was evicted, where it was."""
 
 
+class GrammarTotals(NamedTuple):
+    """What structured outputs have come to since start-up."""
+
+    num_hits: int
+    """Requests whose constraint had been compiled (or refused) before."""
+    num_misses: int
+    """Requests that had to wait for it."""
+    compile_ns: int
+    """Time spent compiling, for nothing too."""
+    outcomes: tuple[int, ...]
+    """Constraints compiled or given up, indexed by `names.GrammarOutcome`."""
+    num_cached: int
+    """Grammars kept now."""
+    num_bytes_cached: int
+
+
 class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True):
     """What the scheduler decided in one step and what became of it.
 
@@ -140,6 +156,12 @@ class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True)
     telemetry_drops: tuple[int, ...] = ()
     """Flat pairs: sink, records that it did not get, ... of the core's process; what is missing
     from `num_telemetry_drops` was dropped before any sink, for want of room."""
+    num_waiting_deferred_tokens: int = 0
+    """Tokens of the waiting requests that were passed over."""
+    num_structured: int = 0
+    """Requests with a structured output that this step sampled for."""
+    grammars: GrammarTotals | None = None
+    """As of this step's scheduling; None before the first request with a structured output."""
 
     @property
     def label(self) -> StepLabel:

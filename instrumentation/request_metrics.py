@@ -31,7 +31,7 @@ REQUESTS_REJECTED = declare(
     _COUNTER,
     unit=Unit.REQUESTS,
     help="Requests refused before they reached the core, by the error's class",
-    error=("PromptError", "SamplingParamsError", "ConfigError"),
+    error=("PromptError", "SamplingParamsError", "ConfigError", "QueueFullError"),
 )
 REQUESTS_FINISHED = declare(
     "requests_finished_total",
@@ -45,6 +45,7 @@ REQUESTS_IN_FLIGHT = declare(
     _GAUGE,
     unit=Unit.REQUESTS,
     help="Sequences that have arrived and neither finished nor were rejected",
+    adds_up=True,
 )
 PROMPT_TOKENS = declare(
     "prompt_tokens_total",
@@ -279,10 +280,10 @@ class RequestMetrics:
         self._in_flight.set(self._num_in_flight)
 
     def _observe(self, family: HistogramFamily, value_ns: int, timeline: RequestTimeline) -> None:
-        family.observe(value_ns, exemplar=_exemplar(value_ns, timeline.traceparent))
+        family.observe(value_ns, exemplar=exemplar_of(value_ns, timeline.traceparent))
 
 
-def _exemplar(value_ns: int, traceparent: str | None) -> Exemplar | None:
+def exemplar_of(value_ns: int, traceparent: str | None) -> Exemplar | None:
     """The request's trace, where there is one that has been kept."""
     context = parse_traceparent(traceparent)
     if context is None or not context.is_sampled:

@@ -8,13 +8,22 @@ import msgspec
 from instrumentation.accumulators import Families
 from instrumentation.labels import step_kind
 from instrumentation.metric_info import MetricKind, Unit, declare
-from instrumentation.names import HEAD_OF_LINE, PHASES, AdmissionStop, GraphMode, Phase, ThreadName
+from instrumentation.names import (
+    HEAD_OF_LINE,
+    PHASES,
+    AdmissionStop,
+    GraphMode,
+    Phase,
+    ThreadName,
+    WaitingReason,
+)
 from instrumentation.records import StepRecord, WorkerStepRecord
 
 STEP_KINDS = ("context", "generation", "mixed")
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 _STOPS = tuple(reason.label for reason in AdmissionStop if reason)
+_PASSED_OVER = (WaitingReason.GRAMMAR.label,)
 _STEP_PHASES = tuple(
     phase
     for phase, info in PHASES.items()
@@ -107,8 +116,9 @@ REQUESTS_WAITING_BY_REASON = declare(
     _GAUGE,
     unit=Unit.REQUESTS,
     help="Requests in the waiting queue: the one at which admission stopped by what stopped it, "
-    "those behind it as head_of_line",
-    reason=(*_STOPS, HEAD_OF_LINE),
+    "those behind it as head_of_line, those passed over by what they lack (grammar: their "
+    "structured output is being compiled)",
+    reason=(*_STOPS, *_PASSED_OVER, HEAD_OF_LINE),
 )
 REQUESTS_WAITING_PREEMPTED = declare(
     "requests_waiting_preempted",
@@ -127,7 +137,7 @@ WAITING_TOKENS_BY_REASON = declare(
     _GAUGE,
     unit=Unit.TOKENS,
     help="The same by reason, as in isinglass_requests_waiting_by_reason",
-    reason=(*_STOPS, HEAD_OF_LINE),
+    reason=(*_STOPS, *_PASSED_OVER, HEAD_OF_LINE),
 )
 OLDEST_WAITING = declare(
     "oldest_waiting_age_seconds",
@@ -219,8 +229,8 @@ class StepMetrics:
         for label, total_ns in (totals_ns | other_phase_totals_ns).items():
             self._phase_seconds.raise_to(total_ns, label)
 
-    def forget_queues(self) -> None:
-        """Let the levels go, and keep the totals: the core is no more, and its requests with it."""
+    def forget_queues(self, *, num_cached_blocks: int = 0) -> None:
+        """Let the levels go, and keep the totals: no request is left, in the core or with it."""
         record = self.last_step
         if record is None:
             return
@@ -230,15 +240,17 @@ class StepMetrics:
             num_running=0,
             num_waiting=0,
             num_waiting_tokens=0,
+            num_waiting_deferred_tokens=0,
             num_waiting_preempted=0,
+            waiting_by_reason=(0, 0),
             admission_stop=AdmissionStop.NONE,
             admission_stop_num_tokens=0,
             oldest_waiting_since_ns=0,
             oldest_running_since_ns=0,
             num_unfilled_slots=0,
             num_blocks_used=0,
-            num_blocks_cached_free=0,
-            num_blocks_free=sum(record.blocks_at_end),
+            num_blocks_cached_free=num_cached_blocks,
+            num_blocks_free=sum(record.blocks_at_end) - num_cached_blocks,
             num_blocks_used_at_end=-1,
             num_blocks_cached_free_at_end=-1,
         )
@@ -257,10 +269,16 @@ class StepMetrics:
         is_stopped = record.admission_stop and record.num_waiting
         head = AdmissionStop(record.admission_stop).label if is_stopped else ""
         num_head, head_tokens = bool(head), record.admission_stop_num_tokens
+        by_reason = record.waiting_by_reason
+        num_deferred = by_reason[WaitingReason.GRAMMAR] if len(by_reason) > 2 else 0
+        deferred_tokens = record.num_waiting_deferred_tokens
+        for reason in _PASSED_OVER:
+            self._waiting_by_reason.set(num_deferred, reason)
+            self._waiting_tokens_by_reason.set(deferred_tokens, reason)
         for reason in (*_STOPS, HEAD_OF_LINE):
             if reason == HEAD_OF_LINE:
-                num_requests = record.num_waiting - num_head
-                num_tokens = record.num_waiting_tokens - head_tokens
+                num_requests = record.num_waiting - num_head - num_deferred
+                num_tokens = record.num_waiting_tokens - head_tokens - deferred_tokens
             else:
                 num_requests = int(reason == head)
                 num_tokens = head_tokens if reason == head else 0

@@ -105,7 +105,7 @@ def _derived(engines: Sequence[_Engine]) -> list[Family]:
     base = list(_BASE_LABELS)
     waiting = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
-        "Waiting requests; all of them wait for capacity.",
+        "Waiting requests: for capacity, or for a grammar (deferred).",
         labels=[*base, "reason"],
     )
     usage = GaugeMetricFamily(
@@ -133,8 +133,10 @@ def _derived(engines: Sequence[_Engine]) -> list[Family]:
     step_tokens = []
     for engine in engines:
         own = list(engine.labels.values())
-        waiting.add_metric([*own, "capacity"], engine.sum(step_metrics.REQUESTS_WAITING))
-        waiting.add_metric([*own, "deferred"], 0)
+        num_waiting = engine.sum(step_metrics.REQUESTS_WAITING)
+        num_deferred = engine.sum(step_metrics.REQUESTS_WAITING_BY_REASON, reason="grammar")
+        waiting.add_metric([*own, "capacity"], num_waiting - num_deferred)
+        waiting.add_metric([*own, "deferred"], num_deferred)
         num_used = engine.sum(cache_metrics.KV_BLOCKS, state="used")
         num_blocks = engine.sum(cache_metrics.KV_BLOCKS)
         usage.add_metric(own, num_used / num_blocks if num_blocks else 0)

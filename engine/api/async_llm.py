@@ -6,35 +6,38 @@ async with AsyncLLM() as llm:
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from engine.api.async_views import AsyncViews
 from engine.api.chat import Messages, chat_prompt, template_variables
-from engine.api.engine_views import EngineViews
 from engine.api.metrics_endpoint import serve_metrics
 from engine.api.run_dir import make_run_dir
+from engine.api.text_threads import Result, TextThreads, is_long
 from engine.checkpoint.locate import EMBEDDED_MODEL
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, IsinglassError, TokenizerError
-from engine.frontend.input_processor import ProcessedPrompt, Prompt
-from engine.frontend.llm_engine import LLMEngine
-from engine.frontend.observer import EngineObserver, make_observer
+from engine.frontend.input_processor import ProcessedParams, ProcessedPrompt, Prompt
+from engine.frontend.llm_engine import LLMEngine, id_in_use
+from engine.frontend.observer import make_observer
 from engine.frontend.output_stream import RequestStream
 from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION, RequestTracer, open_tracer
 from engine.frontend.tokenizer import Tokenizer
 from engine.log import get_logger
 from engine.transport.async_mp_client import AsyncMPClient
 from engine.transport.client import EngineCoreClient
+from engine.transport.interrupts import children_outlive_sigterm
 from engine.types.attachment import CoreAttachment
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
-from instrumentation import Metric, ObservabilityConfig, ProfileStatus, RequestReport, Role
+from instrumentation import Metric, ObservabilityConfig, Role
 from instrumentation.audit import audit, without_effect
 from instrumentation.setup import setup
 
@@ -43,18 +46,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LONG_TEXT = 2000
-"""Characters from which on tokenising leaves the event loop: about a millisecond of it."""
 
-
-class _AtOnce:
-    """Makes the calls of `EngineViews` in the thread that asks, which waits for the loop."""
-
-    def call(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-
-class AsyncLLM:
+class AsyncLLM(AsyncViews):
     """An engine on an event loop. All methods are called on that loop.
 
     The constructor only checks settings; the engine starts with `start`, with `async with`, or with
@@ -82,7 +75,10 @@ class AsyncLLM:
         attachment: CoreAttachment | None = None,
         **kwargs: Any,
     ) -> None:
-        self._attachment = attachment
+        self.labelled_name: str | None = None
+        """The model's name in metrics, set before the start; the model's own if None."""
+        self.attachment = attachment
+        """Where the core is, where another process owns it."""
         self._config = EngineConfig.from_kwargs(
             model=None if model is None else os.fspath(model),
             **{k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in kwargs.items()},
@@ -95,13 +91,12 @@ class AsyncLLM:
         self._unready_client: AsyncMPClient | None = None
         self._is_killed = False
         self._handler: asyncio.Task[None] | None = None
-        self._views = EngineViews()
         self._metrics_server: MetricsServer | None = None
         self.metric_sources: list[Callable[[], list[Metric]]] = []
         """What snapshots hold besides the engine's own metrics, such as a server's."""
         self._streams: dict[str, RequestStream] = {}
         self._ids = itertools.count()
-        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._text_threads = TextThreads()
         self._dead_error: EngineDeadError | None = None
 
     # -- life --------------------------------------------------------------------------------------
@@ -144,14 +139,15 @@ class AsyncLLM:
         return self._config.model.model or EMBEDDED_MODEL
 
     @property
-    def run_dir(self) -> str | None:
-        """Folder with this run's journals, None while nothing has been recorded."""
-        return self._views.run_dir if self._handler is not None else None
-
-    @property
     def num_unfinished(self) -> int:
         """Requests whose last output has not been made yet."""
         return len(self._streams)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether an id is in use: until the last output has been made, and read or left."""
+        return request_id in self._streams or (
+            self._handler is not None and request_id in self.llm_engine.output_processor
+        )
 
     async def shutdown(self) -> None:
         """Stop the engine and leave nothing behind; streams end with EngineDeadError."""
@@ -164,10 +160,13 @@ class AsyncLLM:
         await asyncio.gather(self._handler, return_exceptions=True)
         self._end(EngineDeadError("the engine has been shut down"))
         self._client.detach()
-        self._tokenizer_thread.shutdown(wait=False)
+        self._text_threads.close()
+        # A thread of its own: those that the loop lends may all be busy for longer.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="shutdown")
         try:
-            await asyncio.to_thread(self.llm_engine.shutdown)
+            await asyncio.get_running_loop().run_in_executor(thread, self.llm_engine.shutdown)
         finally:
+            thread.shutdown(wait=False)
             self._close_metrics()
 
     def kill(self) -> None:
@@ -255,7 +254,7 @@ class AsyncLLM:
     async def submit(
         self,
         prompt: Prompt | ProcessedPrompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | ProcessedParams | None = None,
         request_id: str | None = None,
         *,
         arrival_ns: int | None = None,
@@ -264,6 +263,9 @@ class AsyncLLM:
         operation: str = TEXT_COMPLETION,
     ) -> RequestStream:
         """Validate a request and send it; what comes back is to be iterated over, or closed.
+
+        Whoever has several prompts with the same parameters may process them once, through
+        `process_prompts` and `ProcessedParams`.
 
         Raises:
             PromptError, SamplingParamsError, ConfigError: before anything is sent.
@@ -274,19 +276,28 @@ class AsyncLLM:
         request_id = str(next(self._ids)) if request_id is None else request_id
         engine = self.llm_engine
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        self._raise_if_dead()
         with engine.counting_rejections(
             request_id=request_id,
-            params=params,
+            params=params.params if isinstance(params, ProcessedParams) else params,
             arrival_ns=arrival_ns,
             traceparent=traceparent,
             operation=operation,
         ):
-            engine.input_processor.check_request(request_id, arrival_ns, traceparent)
-            if priority != 0:
-                engine.require_priority_scheduling()
-            priority = engine.input_processor.check_priority(priority)
-            own = engine.input_processor.process_params(params)
-            processed = await self._process_prompt(prompt, own)
+            own, priority = engine.check_request(
+                request_id,
+                params,
+                arrival_ns=arrival_ns,
+                priority=priority,
+                traceparent=traceparent,
+            )
+            self._refuse_used(request_id)
+            if isinstance(prompt, ProcessedPrompt):
+                processed = prompt
+            else:
+                (processed,) = await self.process_prompts([prompt], own)
+                self._refuse_used(request_id)
+        self._raise_if_dead()
         stream = RequestStream(request_id, own.output_kind, on_close=self._release)
         engine.add_processed(
             request_id,
@@ -306,6 +317,29 @@ class AsyncLLM:
             self.llm_engine.abort_request([request_id])
 
     # -- text --------------------------------------------------------------------------------------
+
+    async def process_prompts(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[ProcessedPrompt]:
+        """Tokenize and check prompts; off the event loop where they are long in sum.
+
+        Raises:
+            PromptError: one of them is no good.
+            EngineDeadError: the core has died.
+        """
+        process = self.llm_engine.input_processor.process_prompt
+        if is_long(*prompts):
+            return await self._off_loop(lambda: [process(prompt, params) for prompt in prompts])
+        with self.llm_engine.obs.process_inputs:
+            return [process(prompt, params) for prompt in prompts]
+
+    async def with_texts(self, function: Callable[[], Result], *texts: Prompt) -> Result:
+        """Call what reads texts, or token ids; off the event loop where they are long in sum.
+
+        Raises:
+            EngineDeadError: the engine has died, or has been shut down.
+        """
+        return await self._off_loop(function) if is_long(*texts) else function()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -345,66 +379,11 @@ class AsyncLLM:
             lambda: chat_prompt(tokenizer, messages, **options, **variables)
         )
 
-    # -- views -------------------------------------------------------------------------------------
-
-    def get_metrics(self) -> list[Metric]:
-        """Every metric of the catalogue as it stands.
-
-        Raises:
-            IsinglassError: the engine was made with disable_log_stats=True.
-        """
-        return self._views.get_metrics()
-
-    @property
-    def observer(self) -> EngineObserver | None:
-        """What sees every message; None before the start, and with disable_log_stats=True."""
-        return self._views._observer if self._handler is not None else None
-
-    async def kv_block_map(self) -> dict[str, Any]:
-        """The KV pool block by block: see `engine.core.block_map`.
-
-        Raises:
-            EngineDeadError: the core has died.
-        """
-        return await self._client.call_utility_async("kv_block_map")
-
-    def request_timeline(self, request_id: str) -> RequestReport:
-        """See `LLM.request_timeline`."""
-        return self._views.request_timeline(request_id)
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while requests are running."""
-        return await asyncio.to_thread(self.llm_engine.reset_prefix_cache)
-
-    async def start_trace(self, trace_dir: str | os.PathLike[str] | None = None) -> str:
-        """See `LLM.start_trace`."""
-        return await asyncio.to_thread(self._views.start_trace, trace_dir)
-
-    async def stop_trace(self) -> str | None:
-        """See `LLM.stop_trace`."""
-        return await asyncio.to_thread(self._views.stop_trace)
-
-    async def start_profile(self, **options: Any) -> list[ProfileStatus]:
-        """See `LLM.start_profile`."""
-        return await asyncio.to_thread(lambda: self._views.start_profile(**options))
-
-    async def stop_profile(self) -> list[ProfileStatus]:
-        """See `LLM.stop_profile`."""
-        return await asyncio.to_thread(self._views.stop_profile)
-
-    async def profile_status(self) -> list[ProfileStatus]:
-        """See `LLM.profile_status`."""
-        return await asyncio.to_thread(self._views.profile_status)
-
-    async def dump_flight_record(self) -> str:
-        """See `LLM.dump_flight_record`."""
-        return await asyncio.to_thread(self._views.dump_flight_record)
-
     # -- inside ------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
         wanted = self._config.observability
-        attachment = self._attachment
+        attachment = self.attachment
         if attachment is not None:
             run_dir = attachment.run_dir
             make_client = functools.partial(EngineCoreClient.attach_client, attachment)
@@ -415,7 +394,7 @@ class AsyncLLM:
         observer = make_observer(
             wanted,
             obs,
-            model_name=self._config.model.model,
+            model_name=self.labelled_name or self._config.model.model,
             counts_steps=attachment is None or attachment.counts_steps,
         )
         if observer is not None:
@@ -430,7 +409,7 @@ class AsyncLLM:
                     run_dir=run_dir,
                     observer=observer,
                     open_tracer=_opens_tracer(wanted, observer),
-                    make_client=lambda *args, **kwargs: self._keep(make_client(*args, **kwargs)),
+                    make_client=functools.partial(self._make_client, make_client),
                     first_request_num=0 if attachment is None else attachment.first_request_num,
                 )
             )
@@ -438,19 +417,26 @@ class AsyncLLM:
             self._close_metrics()
             obs.close()
             raise
-        views = self._views
-        views.llm_engine, views.run_dir, views._observer = self.llm_engine, run_dir, observer
-        views._metrics_server, views._between_steps = self._metrics_server, _AtOnce()
+        self._begin_views(
+            self.llm_engine,
+            run_dir=run_dir,
+            observer=observer,
+            metrics_server=self._metrics_server,
+        )
         client = self.llm_engine.engine_core
         assert isinstance(client, AsyncMPClient)
         self._client = client
         client.attach()
         self._handler = asyncio.create_task(self._handle_outputs(), name="output handler")
-        for line in without_effect(audit(wanted)):
+        for line in without_effect(audit(wanted, has_server=bool(self.metric_sources))):
             logger.warning("%s is without effect: %s", line.option, line.detail)
 
-    def _keep(self, client: EngineCoreClient) -> EngineCoreClient:
-        """Remember the client before its core is up, so that `kill` can end it."""
+    def _make_client(
+        self, make: Callable[..., EngineCoreClient], *args: Any, **kwargs: Any
+    ) -> EngineCoreClient:
+        """Make the client, and remember it before its core is up, so that `kill` can end it."""
+        with children_outlive_sigterm():
+            client = make(*args, **kwargs)
         assert isinstance(client, AsyncMPClient)
         self._unready_client = client
         if self._is_killed:
@@ -474,23 +460,22 @@ class AsyncLLM:
         except Exception as error:  # ours; nobody would get outputs any more
             logger.exception("the output handler failed")
             death = EngineDeadError(f"the output handler failed: {error!r}")
+            with contextlib.suppress(EngineDeadError):  # the core would go on for nobody
+                engine.abort_request(engine.output_processor.unfinished_ids())
             engine.bury(death)
             self._end(death)
 
-    async def _process_prompt(
-        self, prompt: Prompt | ProcessedPrompt, params: SamplingParams
-    ) -> ProcessedPrompt:
-        if isinstance(prompt, ProcessedPrompt):
-            return prompt
-        processor, obs = self.llm_engine.input_processor, self.llm_engine.obs
-        if _is_long(prompt):
-            return await self._off_loop(lambda: processor.process_prompt(prompt, params))
-        with obs.process_inputs:
-            return processor.process_prompt(prompt, params)
+    def _refuse_used(self, request_id: str) -> None:
+        if self.has_request(request_id):
+            raise id_in_use(request_id)
 
-    async def _off_loop(self, function: Callable[[], Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizer_thread, function)
+    def _raise_if_dead(self) -> None:
+        if self._dead_error is not None:
+            raise self._dead_error
+
+    async def _off_loop(self, function: Callable[[], Result]) -> Result:
+        self._raise_if_dead()
+        return await self._text_threads.call(function)
 
     def _release(self, request_id: str) -> None:
         """A stream has ended, or its reader has left."""
@@ -517,10 +502,3 @@ class AsyncLLM:
 def _opens_tracer(wanted: ObservabilityConfig, observer: Any) -> Callable[[str], RequestTracer]:
     collect = None if observer is None else observer.metrics.snapshot
     return lambda model: open_tracer(wanted, model=model, collect=collect)
-
-
-def _is_long(prompt: Prompt) -> bool:
-    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None:
-        return False
-    return isinstance(text, str) and len(text) > LONG_TEXT

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from engine import __version__
 from engine.api import cli_generate, cli_hooks
+from engine.api.cli_parser import CommandParser
 from engine.errors import IsinglassError
 
 _DESCRIPTION = """\
@@ -31,7 +32,7 @@ Without --model the embedded SmolLM2-135M-Instruct is used, and no network.
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="isinglass",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -39,9 +40,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"isinglass {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     cli_generate.add_command(commands)
+    from engine.bench import cli as cli_bench
     from engine.server import cli as cli_serve
 
     cli_serve.add_command(commands)
+    cli_bench.add_command(commands)
     cli_hooks.add_command(commands)
     from traces.cli import add_flight_commands, add_trace_commands
 

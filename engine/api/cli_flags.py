@@ -123,7 +123,7 @@ def _add_flag(
     """The flag's kind follows from the annotation; an absent flag leaves the default in force."""
     flag = "--" + name.replace("_", "-")
     text = help.replace("%", "%%")
-    if default not in (None, (), False):
+    if default not in (None, (), False, ""):
         text += f" (default: {default})"
     common: dict[str, Any] = {"dest": name, "default": None, "help": text}
     if "bool" in annotation:
@@ -131,8 +131,10 @@ def _add_flag(
     elif "dict" in annotation:
         section.add_argument(flag, type=_pairs, metavar="ID=BIAS,…", **common)
     elif "list" in annotation or "tuple" in annotation:
-        kind = int if "list[int]" in annotation else str
-        section.add_argument(flag, nargs="+", type=kind, metavar=kind.__name__.upper(), **common)
+        item = int if "list[int]" in annotation else str
+        section.add_argument(
+            flag, nargs="+", action="extend", type=item, metavar=item.__name__.upper(), **common
+        )
     else:
         kind = float if "float" in annotation else int if "int" in annotation else str
         metavar = None if choices else kind.__name__.upper()

@@ -6,9 +6,9 @@ recorded.
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.api.between_steps import BetweenSteps
 from engine.api.run_dir import make_run_dir
 from engine.config import EngineConfig
 from engine.errors import ConfigError, IsinglassError
@@ -21,8 +21,15 @@ if TYPE_CHECKING:
     from instrumentation.prometheus import MetricsServer
 
 
+class Caller(Protocol):
+    """Makes a call at a moment at which the engine may be asked."""
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call the function, and return what it returns."""
+
+
 class EngineViews:
-    """The part of `LLM` that looks. Whoever inherits it sets the attributes below.
+    """The part of `LLM` that looks. Its attributes are set by whoever inherits it, or by `begin`.
 
     Attributes:
         llm_engine: the engine.
@@ -33,7 +40,25 @@ class EngineViews:
     run_dir: str | None
     _observer: EngineObserver | None
     _metrics_server: "MetricsServer | None"
-    _between_steps: BetweenSteps
+    _between_steps: Caller
+
+    def begin(
+        self,
+        engine: LLMEngine,
+        *,
+        run_dir: str | None,
+        observer: EngineObserver | None,
+        metrics_server: "MetricsServer | None",
+        between_steps: Caller,
+    ) -> None:
+        """Look at this engine from now on; `between_steps` makes the calls."""
+        self.llm_engine, self.run_dir, self._observer = engine, run_dir, observer
+        self._metrics_server, self._between_steps = metrics_server, between_steps
+
+    @property
+    def observer(self) -> EngineObserver | None:
+        """What sees every message of the core; None with disable_log_stats=True."""
+        return self._observer
 
     @property
     def config(self) -> EngineConfig:

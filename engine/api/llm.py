@@ -75,6 +75,8 @@ class LLM(EngineViews):
         run_dir: folder with this run's journals, None without `trace_dir`.
     """
 
+    _between_steps: BetweenSteps
+
     def __init__(self, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         config = EngineConfig.from_kwargs(
             model=None if model is None else os.fspath(model),

@@ -76,8 +76,8 @@ class AttentionBackend(ABC):
     ) -> tuple[int, ...]:
         """Shape of one layer's cache tensor; its first dimension counts blocks.
 
-        A new cache must be zeroed: the unused end of a block is read and then masked, which NaN
-        would survive.
+        A new cache must be zeroed, unless the backend says otherwise: the unused end of a block is
+        read and then masked, which NaN would survive.
         """
 
     @abstractmethod

@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 
 _BACKENDS = {
     "cpu": ("engine.attention.cpu", "CPUAttentionBackend"),
+    "native": ("engine.attention.native", "NativeAttentionBackend"),
     "torch_reference": ("engine.attention.torch_reference", "TorchReferenceBackend"),
 }
 # What "auto" means on a device; a device that is not named here gets the reference.
@@ -33,9 +34,10 @@ def select_backend(name: str, device: torch.device | str) -> AttentionBackend:
         raise ConfigError(
             f"attention_backend must be one of auto, {', '.join(_BACKENDS)}; got {name!r}"
         )
-    if name == "cpu" and device_type != "cpu":
+    if name in ("cpu", "native") and device_type != "cpu":
         raise ConfigError(
-            f"attention_backend 'cpu' does not run on {device_type}. Use 'auto', or device='cpu'."
+            f"attention_backend {name!r} does not run on {device_type}. Use 'auto', or "
+            "device='cpu'."
         )
     module, class_name = _BACKENDS[name]
     return getattr(importlib.import_module(module), class_name)()

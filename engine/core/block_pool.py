@@ -13,7 +13,7 @@ Times are `BlockHistory`'s.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from engine.core.block_history import BlockHistory
 
@@ -51,6 +51,10 @@ class BlockPool:
     def get_cached_block(self, block_hash: bytes) -> int | None:
         """The block that holds this prefix, or None."""
         return self._block_of_hash.get(block_hash)
+
+    def cached_blocks(self) -> Collection[int]:
+        """Blocks whose content can be hit, used or free."""
+        return self._block_of_hash.values()
 
     def is_free(self, block_id: int) -> bool:
         """Whether no request holds the block."""

@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 
 from engine.config import EngineConfig
 from engine.core.block_hash import BlockHasher
+from engine.core.block_map import block_map
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.kv_cache_sizing import KVCacheSize, size_kv_cache
 from engine.core.plugins import load_plugins
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.core.structured_output import StructuredOutputManager
 from engine.executor.base import Executor
 from engine.log import get_logger
 from engine.resolve import Limits, resolve_limits
+from engine.types.block_map import BlockMap
 from engine.types.messages import (
     PROTOCOL_VERSION,
     EngineCoreOutput,
@@ -38,8 +41,12 @@ UTILITIES = (
     *("reset_prefix_cache", "get_supported_tasks", "check_integrity"),
     *("start_recording", "stop_recording", "dump_flight_record"),
     *("start_profile", "stop_profile", "profile_status"),
+    "kv_block_map",
 )
 """Methods that the frontend may call by name."""
+
+_GRAMMAR_POLL_S = 0.005
+"""How often an engine that waits for nothing but a grammar looks for messages."""
 
 
 class _InFlight(NamedTuple):
@@ -47,7 +54,8 @@ class _InFlight(NamedTuple):
 
     plan: SchedulerOutput
     record: StepRecord
-    result: Future[ModelRunnerOutput]
+    result: Future[ModelRunnerOutput] | None
+    """None while sampling waits for what the step before has sampled, which its grammars need."""
 
 
 class EngineCore:
@@ -80,6 +88,12 @@ class EngineCore:
                 BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
             )
             self.scheduler = self._build_scheduler(limits)
+            self.structured_outputs = StructuredOutputManager.create(
+                config, self.executor.model_config, obs=obs
+            )
+        self._tells_idle = False
+        self.listeners: set[int] = {0}
+        """Clients that are told of every step."""
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
         logger.info(
@@ -94,9 +108,17 @@ class EngineCore:
 
         Returns outputs by client index: empty while the pipeline fills.
         """
-        if self._launch() and len(self._in_flight) < self._depth:
-            return {}
-        return self._collect()
+        ended = self._take_grammars() if self.structured_outputs.has_pending else {}
+        is_launched = self._launch()
+        if is_launched and len(self._in_flight) < self._depth:
+            return ended
+        if not self._in_flight and self.structured_outputs.has_pending:
+            # A grammar ends the wait at once, a message is seen at its end.
+            self.structured_outputs.compiler.wait(_GRAMMAR_POLL_S)
+        packages = self._collect()
+        for client, package in ended.items():
+            packages.setdefault(client, EngineCoreOutputs()).outputs[:0] = package.outputs
+        return packages
 
     def _launch(self) -> bool:
         """Schedule a step and hand it to the executor; False when there is none to compute."""
@@ -105,10 +127,39 @@ class EngineCore:
         if planned is None:
             return False
         plan, record = planned
+        structured = bool(plan.structured_output_request_ids)
+        record.grammars = self.structured_outputs.totals
         with self.obs.execute:
             self.executor.execute_model(plan)
-            self._in_flight.append(_InFlight(plan, record, self.executor.sample_tokens()))
+            result = None if structured else self.executor.sample_tokens(None)
+            self._in_flight.append(_InFlight(plan, record, result))
+        if structured and len(self._in_flight) == 1:
+            self._sample()
         return True
+
+    def _sample(self) -> None:
+        """Let the newest step sample, with its grammars knowing all tokens of the steps before."""
+        step = self._in_flight[-1]
+        requests = self.scheduler.requests
+        with self.obs.grammar_bitmask:
+            grammar_output = self.structured_outputs.grammar_output(
+                requests.get(request_id) for request_id in step.plan.structured_output_request_ids
+            )
+            if grammar_output is not None:
+                step.record.num_structured = len(grammar_output.req_ids)
+        result = self.executor.sample_tokens(grammar_output)
+        self._in_flight[-1] = step._replace(result=result)
+
+    def _take_grammars(self) -> dict[int, EngineCoreOutputs]:
+        """Let requests go on whose grammars are ready, and end those that get none."""
+        packages: dict[int, EngineCoreOutputs] = {}
+        for request, failure in self.structured_outputs.take():
+            if failure is None:
+                self.scheduler.release_request(request)
+                continue
+            output = self.scheduler.fail_request(request, failure.error, failure.kind)
+            packages.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        return packages
 
     def _collect(self) -> dict[int, EngineCoreOutputs]:
         """Bring in the oldest step's result, if there is one."""
@@ -116,15 +167,20 @@ class EngineCore:
             return {}
         # It stays in the queue until it is done: one that fails is to be written down.
         plan, record, future = self._in_flight[0]
+        assert future is not None, "only the newest of several steps waits for its grammars"
         with self.obs.wait:
             result = future.result()
         with self.obs.update:
             packages = self.scheduler.update_from_output(plan, result, record)
         self.obs.step(record)
         self._in_flight.popleft()
-        # The record rides with the first client's outputs, or alone.
-        carrier = packages.setdefault(next(iter(packages), 0), EngineCoreOutputs())
-        carrier.step, carrier.worker_step = record, result.record
+        if record.num_running_at_end and not self.scheduler.has_unfinished_requests():
+            self._tells_idle = True  # steps overlap: its record has those that the one before ended
+        if self._in_flight and self._in_flight[-1].result is None:
+            self._sample()
+        for client in self.listeners:
+            carrier = packages.setdefault(client, EngineCoreOutputs())
+            carrier.step, carrier.worker_step = record, result.record
         return packages
 
     def record_failure(self, error: Exception) -> str | None:
@@ -149,6 +205,7 @@ class EngineCore:
 
     def add_request(self, request: Request) -> None:
         """Queue a request."""
+        self.structured_outputs.begin(request)
         self.scheduler.add_request(request)
         self.obs.request_arrived(
             request.num,
@@ -163,6 +220,7 @@ class EngineCore:
         aborted = self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
         packages: dict[int, EngineCoreOutputs] = {}
         for request in aborted:
+            self.structured_outputs.forget(request)
             self.obs.event(Event.ABORT, request.request_id, value=request.num_output_tokens)
             output = EngineCoreOutput(
                 request.request_id,
@@ -172,7 +230,26 @@ class EngineCore:
                 times=request.times,
             )
             packages.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+            self._tells_idle = True
         return packages
+
+    def idle_outputs(self) -> dict[int, EngineCoreOutputs]:
+        """What listeners are to know when nothing is left, and no step has said so."""
+        if not self._tells_idle:
+            return {}
+        self._tells_idle = False
+        cached = self.scheduler.kv_cache.pool.num_cached_free_blocks
+        return {client: EngineCoreOutputs(idle_cached_blocks=cached) for client in self.listeners}
+
+    def abort_client(self, client_index: int) -> None:
+        """End all requests of a client that is gone, and tell nobody."""
+        self.listeners.discard(client_index)
+        of_client = [
+            request.request_id
+            for request in self.scheduler.requests.values()
+            if request.client_index == client_index
+        ]
+        self.abort_requests(of_client)
 
     def has_work(self) -> bool:
         """Whether a call of `step` can do anything."""
@@ -205,6 +282,13 @@ class EngineCore:
         """Assert every invariant that holds between steps."""
         self.scheduler.check_integrity()
         return True
+
+    def kv_block_map(self) -> BlockMap:
+        """Every KV block's state at this moment, see `block_map`."""
+        scheduler = self.scheduler
+        return block_map(
+            scheduler.kv_cache, scheduler.requests.values(), now_ns=time.monotonic_ns()
+        )
 
     def start_recording(self, run_dir: str) -> bool:
         """Begin this process's journal in a folder; False if one is being written."""
@@ -250,6 +334,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Stop the workers and write out what was recorded."""
+        self.structured_outputs.close()
         self.executor.shutdown()
         self.obs.close()
 

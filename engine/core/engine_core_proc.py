@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -31,6 +31,7 @@ from engine.types.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    ErrorKind,
     FinishReason,
     MessageType,
     UtilityOutput,
@@ -52,8 +53,8 @@ class EngineCoreProc:
         self,
         config: EngineConfig,
         *,
-        input_socket: zmq.Socket,
-        output_socket: zmq.Socket,
+        input_sockets: Sequence[zmq.Socket],
+        output_sockets: Sequence[zmq.Socket],
         engine_index: int,
         obs: Instrument,
         startup_ns: dict[str, int],
@@ -64,18 +65,20 @@ class EngineCoreProc:
         self.engine_index = engine_index
         self.obs = obs
         self.core = EngineCore(config, UniprocExecutor, obs=obs, startup_ns=startup_ns)
-        self._input: queue.SimpleQueue[tuple[MessageType, Any]] = queue.SimpleQueue()
-        self._output: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
+        if len(input_sockets) > 1:
+            self.core.listeners.clear()  # the owner of several frontends listens to none of it
+        self._input: queue.SimpleQueue[tuple[MessageType, int, Any]] = queue.SimpleQueue()
+        self._output: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | None] = queue.SimpleQueue()
         self._running = True
         self._input_thread = threading.Thread(
             target=self._guard,
-            args=(self._receive, input_socket),
+            args=(self._receive, input_sockets),
             name=ThreadName.INPUT_IO,
             daemon=True,
         )
         self._output_thread = threading.Thread(
             target=self._guard,
-            args=(self._send, output_socket),
+            args=(self._send, output_sockets),
             name=ThreadName.OUTPUT_IO,
             daemon=True,
         )
@@ -92,7 +95,7 @@ class EngineCoreProc:
 
     def stop(self) -> None:
         """Leave the busy loop after the current step."""
-        self._input.put((MessageType.SHUTDOWN, None))
+        self._input.put((MessageType.SHUTDOWN, 0, None))
 
     def flush(self) -> None:
         """Send what is left and end the output thread: its socket is free for the caller."""
@@ -108,18 +111,23 @@ class EngineCoreProc:
         """Handle what has arrived; with nothing to do, check the invariants and sleep."""
         if not self.core.has_work() and self._input.empty():
             self.core.check_integrity()
+            self._publish(self.core.idle_outputs())
             self._handle(*self._input.get())
         with self.obs.intake:
             while not self._input.empty():
                 self._handle(*self._input.get_nowait())
 
-    def _handle(self, kind: MessageType, content: Any) -> None:
+    def _handle(self, kind: MessageType, client: int, content: Any) -> None:
         if kind is MessageType.ADD:
             self.core.add_request(content)
         elif kind is MessageType.ABORT:
             self._publish(self.core.abort_requests(content))
         elif kind is MessageType.UTILITY:
-            self._publish({0: EngineCoreOutputs(utility=self._call(content))})
+            self._publish({client: EngineCoreOutputs(utility=self._call(content))})
+        elif kind is MessageType.ATTACH:
+            self.core.listeners.add(client)
+        elif kind is MessageType.DETACH:
+            self.core.abort_client(content)
         elif kind is MessageType.FAILED:
             raise content
         else:
@@ -136,42 +144,54 @@ class EngineCoreProc:
             return UtilityOutput(call.call_id, failure=f"{type(error).__name__}: {error}")
 
     def _publish(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        for package in outputs.values():
+        for client, package in outputs.items():
             package.engine_index = self.engine_index
-            self._output.put(package)
+            self._output.put((client, package))
 
-    def _guard(self, work: Callable[[zmq.Socket], None], socket: zmq.Socket) -> None:
+    def _guard(
+        self, work: Callable[[Sequence[zmq.Socket]], None], sockets: Sequence[zmq.Socket]
+    ) -> None:
         """Run a thread's work; a failure ends the engine instead of leaving its callers waiting."""
         try:
-            work(socket)
+            work(sockets)
         except Exception as error:
-            self._input.put((MessageType.FAILED, error))
+            self._input.put((MessageType.FAILED, 0, error))
 
-    def _receive(self, socket: zmq.Socket) -> None:
+    def _receive(self, sockets: Sequence[zmq.Socket]) -> None:
         """Input thread: decode, and do what needs no scheduler."""
         obs = self.obs.for_thread(ThreadName.INPUT_IO)
         decoders = {
             MessageType.ADD: MessageDecoder(EngineCoreRequest),
             MessageType.ABORT: MessageDecoder(list[str]),
             MessageType.UTILITY: MessageDecoder(UtilityRequest),
+            MessageType.DETACH: MessageDecoder(int),
         }
-        while True:
+        for client, socket in _readable(sockets):
             code, *frames = socket.recv_multipart()
             if code == MessageType.SHUTDOWN.value:
                 self.stop()
                 return
+            if code == MessageType.ATTACH.value:
+                socket.send_multipart([MessageType.READY.value, self.ready_message()])
+                self._input.put((MessageType.ATTACH, client, None))
+                continue
             try:
                 with obs.decode:
                     kind = MessageType(code)
                     content = decoders[kind].decode(frames)
                     if kind is MessageType.ADD:
+                        content.client_index = client
                         content = self.core.prepare_request(content)
             except Exception as error:  # one bad message must not end everybody's requests
-                self._refuse(code, frames, error)
+                self._refuse(code, client, frames, error)
             else:
-                self._input.put((kind, content))
+                self._input.put((kind, client, content))
 
-    def _refuse(self, code: bytes, frames: Sequence[Frame], error: Exception) -> None:
+    def ready_message(self) -> bytes:
+        """What start-up decided, encoded."""
+        return msgspec.msgpack.encode(self.core.ready_response())
+
+    def _refuse(self, code: bytes, client: int, frames: Sequence[Frame], error: Exception) -> None:
         """Drop a message that makes no sense, and answer whoever waits for its result."""
         logger.error("a message of type %r was dropped: %r", code, error)
         reason = f"the engine core could not read the message: {type(error).__name__}: {error}"
@@ -184,34 +204,38 @@ class EngineCoreProc:
                 finish_reason=FinishReason.ERROR,
                 times=CoreTimes(queued_ns=now_ns),
                 error=reason,
+                error_kind=ErrorKind.ENGINE,
             )
-            self._publish({0: EngineCoreOutputs(outputs=[output], timestamp_ns=now_ns)})
+            self._publish({client: EngineCoreOutputs(outputs=[output], timestamp_ns=now_ns)})
         elif code == MessageType.UTILITY.value and isinstance(item, int):
             utility = UtilityOutput(item, failure=reason)
-            self._publish({0: EngineCoreOutputs(utility=utility)})
+            self._publish({client: EngineCoreOutputs(utility=utility)})
 
-    def _send(self, socket: zmq.Socket) -> None:
+    def _send(self, sockets: Sequence[zmq.Socket]) -> None:
         """Output thread: encode and send."""
         obs = self.obs.for_thread(ThreadName.OUTPUT_IO)
         encoder = MessageEncoder()
-        while (outputs := self._output.get()) is not None:
+        while (item := self._output.get()) is not None:
+            client, outputs = item
             outputs.sent_ns = time.monotonic_ns()
             with obs.encode:
                 frames = encoder.encode(outputs)
-            socket.send_multipart([MessageType.OUTPUTS.value, *frames], copy=False)
+            sockets[client].send_multipart([MessageType.OUTPUTS.value, *frames], copy=False)
 
 
 def run_engine_core(
     *,
     config: dict[str, dict[str, Any]],
     protocol_version: int,
-    input_address: str,
-    output_address: str,
+    addresses: Sequence[tuple[str, str]],
     engine_index: int,
     run_dir: str | None,
     spawned_ns: int,
 ) -> None:
-    """Entry point of the spawned process: come up, answer ready, serve, end the process."""
+    """Entry point of the spawned process: come up, answer ready, serve, end the process.
+
+    `addresses` has the input and the output address of each client; the first owns the process.
+    """
     settings = EngineConfig.from_dict(config)
     configure(
         settings.process.log_level,
@@ -223,8 +247,9 @@ def run_engine_core(
     # Two contexts, because at the end the input thread still waits at its socket: closing that
     # from here aborts the process now and then. Only the output's context is ended.
     input_context, output_context = zmq.Context(io_threads=1), zmq.Context(io_threads=1)
-    input_socket = _connect(input_context, zmq.DEALER, input_address, str(engine_index).encode())
-    output_socket = _connect(output_context, zmq.PUSH, output_address)
+    identity = str(engine_index).encode()
+    input_sockets = [_connect(input_context, zmq.DEALER, one, identity) for one, _ in addresses]
+    output_sockets = [_connect(output_context, zmq.PUSH, one) for _, one in addresses]
     obs = setup(settings.observability, role=Role.CORE, rank=engine_index, run_dir=run_dir)
     threading.Thread(target=_dump_at_signal, args=(obs,), name="flight signal", daemon=True).start()
     try:
@@ -233,19 +258,18 @@ def run_engine_core(
         startup_ns = _timed_import(obs, spawned_ns)
         proc = EngineCoreProc(
             settings,
-            input_socket=input_socket,
-            output_socket=output_socket,
+            input_sockets=input_sockets,
+            output_sockets=output_sockets,
             engine_index=engine_index,
             obs=obs,
             startup_ns=startup_ns,
         )
     except Exception as error:
-        input_socket.send_multipart([MessageType.FAILED.value, _failure(error)])
+        input_sockets[0].send_multipart([MessageType.FAILED.value, _failure(error)])
         _leave(input_context, obs, code=1)
     signal.signal(signal.SIGTERM, lambda *_: proc.stop())
     built_ns = time.monotonic_ns()
-    ready = msgspec.msgpack.encode(proc.core.ready_response())
-    input_socket.send_multipart([MessageType.READY.value, ready])
+    input_sockets[0].send_multipart([MessageType.READY.value, proc.ready_message()])
     obs.startup(StartupPhase.READY, built_ns, time.monotonic_ns())
     try:
         proc.run_busy_loop()
@@ -253,7 +277,8 @@ def run_engine_core(
         logger.exception("the engine core failed")
         proc.flush()
         failure = _failure(error, flight_record=proc.core.record_failure(error) or "")
-        output_socket.send_multipart([MessageType.FAILED.value, failure])
+        for socket in output_sockets:
+            socket.send_multipart([MessageType.FAILED.value, failure])
         _leave(output_context, obs, code=1)
     proc.close()
     _leave(output_context, obs, code=0)
@@ -265,6 +290,21 @@ def _dump_at_signal(obs: Instrument) -> NoReturn:
         signal.sigwait({signal.SIGUSR2})
         obs.dump_flight(FlightReason.SIGNAL, "asked for")
         time.sleep(_SIGNAL_INTERVAL_S)  # signals that come meanwhile are one
+
+
+def _readable(sockets: Sequence[zmq.Socket]) -> Iterator[tuple[int, zmq.Socket]]:
+    """Clients' sockets, by index, whenever a message waits in one of them."""
+    if len(sockets) == 1:
+        while True:
+            yield 0, sockets[0]
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        for client, socket in enumerate(sockets):
+            if socket in ready:
+                yield client, socket
 
 
 def _connect(

@@ -6,6 +6,7 @@ Few facts are stored, the rest is derived. A request knows no block and no queue
 import enum
 
 from engine.core.block_hash import BlockHasher
+from engine.core.grammar import Grammar
 from engine.types.messages import CoreTimes, EngineCoreRequest, FinishReason
 
 
@@ -13,9 +14,10 @@ class RequestStatus(enum.IntEnum):
     """Where a request stands; everything from FINISHED on has left the scheduler."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED = 3
+    WAITING_FOR_GRAMMAR = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED = 4
 
 
 class Request:
@@ -24,7 +26,8 @@ class Request:
     `num_computed_tokens` is *planned* state: it advances when a step is scheduled, before the
     worker has run it. `num_output_placeholders` counts output tokens that are being sampled in
     steps still in flight, so that the next step can be scheduled without knowing them.
-    `num_lost_tokens` is what was computed when the request was last preempted.
+    `num_lost_tokens` is what was computed when the request was last preempted. `grammar` is where
+    the output stands in the form that it must have; it knows all known tokens, and none in flight.
     """
 
     __slots__ = (
@@ -35,6 +38,7 @@ class Request:
         "cache_salt",
         "client_index",
         "finish_reason",
+        "grammar",
         "num",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -71,6 +75,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.times = CoreTimes()
+        self.grammar: Grammar | None = None
         self.block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
         if block_hasher is not None:

@@ -8,15 +8,42 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from engine.core.request import Request
+from engine.core.request import Request, RequestStatus
 from engine.core.waiting_totals import WaitingTotals
 
 
 class RequestQueue(ABC):
-    """Waiting requests in the order of one policy, and what they amount to."""
+    """Waiting requests in the order of one policy, and what they amount to.
+
+    Those that are deferred stand aside: they are in no order until they are released, and then
+    where they would be if they had never been deferred.
+    """
 
     def __init__(self) -> None:
         self.totals = WaitingTotals()
+        self.num_deferred_tokens = 0
+        self._deferred: dict[str, Request] = {}
+
+    @property
+    def num_deferred(self) -> int:
+        """Requests that may not be admitted yet."""
+        return len(self._deferred)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether there is a request to admit."""
+        return len(self) > len(self._deferred)
+
+    def defer(self, request: Request) -> None:
+        """Take in a request that has just arrived and that lacks something other than room."""
+        self._deferred[request.request_id] = request
+        self.num_deferred_tokens += request.num_uncomputed_tokens
+        self.totals.enter(request)
+
+    def release(self, request: Request) -> None:
+        """Let a deferred request take its place."""
+        self._undefer(request)
+        self._release(request)
 
     def add(self, request: Request) -> None:
         """Queue a request that has just arrived."""
@@ -36,8 +63,15 @@ class RequestQueue(ABC):
 
     def remove(self, request: Request) -> None:
         """Take out a request wherever it stands."""
-        self._remove(request)
+        if request.request_id in self._deferred:
+            self._undefer(request)
+        else:
+            self._remove(request)
         self.totals.leave(request)
+
+    def _undefer(self, request: Request) -> None:
+        del self._deferred[request.request_id]
+        self.num_deferred_tokens -= request.num_uncomputed_tokens
 
     @abstractmethod
     def peek(self) -> Request:
@@ -65,6 +99,9 @@ class RequestQueue(ABC):
     def _put_back(self, request: Request) -> None: ...
 
     @abstractmethod
+    def _release(self, request: Request) -> None: ...
+
+    @abstractmethod
     def _pop(self) -> Request: ...
 
     @abstractmethod
@@ -77,9 +114,20 @@ class FCFSRequestQueue(RequestQueue):
     def __init__(self) -> None:
         super().__init__()
         self._requests: OrderedDict[str, Request] = OrderedDict()
+        # Those that were deferred, by arrival.
+        self._late: list[tuple[int, int, Request]] = []
+        self._is_late: set[int] = set()
 
     def peek(self) -> Request:
-        return next(iter(self._requests.values()))
+        late = self._first_late()
+        if not self._requests:
+            assert late is not None
+            return late
+        first = next(iter(self._requests.values()))
+        # Preempted requests stand before all that never ran.
+        if late is None or first.status is RequestStatus.PREEMPTED:
+            return first
+        return late if self._key(late) < self._key(first) else first
 
     def in_order(self, running: list[Request]) -> list[Request]:
         return list(running)  # in the order of admission
@@ -88,10 +136,12 @@ class FCFSRequestQueue(RequestQueue):
         return running[-1]
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._is_late) + len(self._deferred)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        yield from self._requests.values()
+        yield from (entry[-1] for entry in self._late if entry[-1].num in self._is_late)
+        yield from self._deferred.values()
 
     def _add(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -100,11 +150,32 @@ class FCFSRequestQueue(RequestQueue):
         self._requests[request.request_id] = request
         self._requests.move_to_end(request.request_id, last=False)
 
+    def _release(self, request: Request) -> None:
+        heapq.heappush(self._late, (*self._key(request), request))
+        self._is_late.add(request.num)
+
     def _pop(self) -> Request:
-        return self._requests.popitem(last=False)[1]
+        request = self.peek()
+        self._remove(request)
+        return request
 
     def _remove(self, request: Request) -> None:
-        del self._requests[request.request_id]
+        if self._requests.pop(request.request_id, None) is not None:
+            return
+        # As in the other queue, the heap entry stays behind for a while.
+        self._is_late.remove(request.num)
+        if len(self._late) > 2 * len(self._is_late) + 64:
+            self._late = [entry for entry in self._late if entry[-1].num in self._is_late]
+            heapq.heapify(self._late)
+
+    def _first_late(self) -> Request | None:
+        while self._late and self._late[0][-1].num not in self._is_late:
+            heapq.heappop(self._late)
+        return self._late[0][-1] if self._late else None
+
+    @staticmethod
+    def _key(request: Request) -> tuple[int, int]:
+        return request.times.queued_ns, request.num
 
 
 class PriorityRequestQueue(RequestQueue):
@@ -126,16 +197,17 @@ class PriorityRequestQueue(RequestQueue):
         return max(running, key=self._key)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._deferred)
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry[-1] for entry in self._heap if entry[-1].num in self._waiting)
+        yield from (entry[-1] for entry in self._heap if entry[-1].num in self._waiting)
+        yield from self._deferred.values()
 
     def _add(self, request: Request) -> None:
         heapq.heappush(self._heap, (*self._key(request), request))
         self._waiting.add(request.num)
 
-    _put_back = _add
+    _put_back = _release = _add
 
     def _pop(self) -> Request:
         request = self.peek()

@@ -17,7 +17,7 @@ from engine.core.request_queue import make_request_queue
 from engine.core.step_builder import StepBuilder
 from engine.core.step_recorder import StepRecorder
 from engine.core.stop import check_stop, output_limit
-from engine.types.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from engine.types.messages import EngineCoreOutput, EngineCoreOutputs, ErrorKind, FinishReason
 from engine.types.plan import ModelRunnerOutput, SchedulerOutput
 from instrumentation import NULL, AdmissionStop, Event, Instrument, Preemption, StepRecord
 
@@ -63,7 +63,20 @@ class Scheduler:
         assert request.request_id not in self.requests, f"{request.request_id} is already queued"
         request.times.queued_ns = self._clock()
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            self.waiting.defer(request)
+        else:
+            self.waiting.add(request)
+
+    def release_request(self, request: Request) -> None:
+        """Let a request that has got its grammar take its place in the queue."""
+        request.status = RequestStatus.WAITING
+        self.waiting.release(request)
+
+    def fail_request(self, request: Request, error: str, kind: ErrorKind) -> EngineCoreOutput:
+        """End a request that cannot go on; returns its last output."""
+        self.kv_cache.set_time(self._clock())
+        return self._fail(request, error, kind)
 
     def finish_requests(self, request_ids: Iterable[str], reason: FinishReason) -> list[Request]:
         """End requests from outside, in whatever state they are; unknown ids are ignored."""
@@ -114,7 +127,9 @@ class Scheduler:
             if request is None:
                 continue
             if request_id in result.failures:
-                output = self._fail(request, result.failures[request_id])
+                output = self._fail(request, result.failures[request_id], ErrorKind.ENGINE)
+            elif token_ids and (error := _advance_grammar(request, token_ids)) is not None:
+                output = self._fail(request, error, ErrorKind.INPUT)
             elif token_ids:
                 record.num_sampled_tokens += len(token_ids)
                 output = self._append(request, token_ids, now_ns)
@@ -205,7 +220,7 @@ class Scheduler:
     # -- waiting requests ------------------------------------------------------------------------
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
-        while self.waiting:
+        while self.waiting.has_ready:
             request = self.waiting.peek()
             step.admission_stop = self._try_to_admit(request, step)
             if step.admission_stop is not AdmissionStop.NONE:
@@ -280,6 +295,8 @@ class Scheduler:
             times.first_token_ns = now_ns
         times.last_token_ns = now_ns
         reason = check_stop(request, self.limits.max_model_len)
+        if reason in (None, FinishReason.LENGTH) and request.grammar and request.grammar.is_over:
+            reason = FinishReason.STOP
         if reason is not None:
             self._finish(request, reason)
         # After a preemption any output may be the last: the frontend may find a stop string in it.
@@ -293,8 +310,8 @@ class Scheduler:
             times=times if is_told else None,
         )
 
-    def _fail(self, request: Request, error: str) -> EngineCoreOutput:
-        """End a request that the worker cannot go on with."""
+    def _fail(self, request: Request, error: str, kind: ErrorKind) -> EngineCoreOutput:
+        """End a request that cannot go on."""
         self._finish(request, FinishReason.ERROR)
         return EngineCoreOutput(
             request.request_id,
@@ -303,6 +320,7 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
             times=request.times,
             error=error,
+            error_kind=kind,
         )
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -317,3 +335,8 @@ class Scheduler:
         self.kv_cache.free(request)
         self._forgettable.append(request.request_id)
         del self.requests[request.request_id]
+
+
+def _advance_grammar(request: Request, token_ids: list[int]) -> str | None:
+    """Tell the request's grammar of sampled tokens; returns what is wrong with them."""
+    return None if request.grammar is None else request.grammar.accept(token_ids)

@@ -28,6 +28,8 @@ class StepBuilder:
     admission_stop: AdmissionStop = AdmissionStop.NONE
     admission_stop_request_num: int = -1
     admission_stop_num_tokens: int = 0
+    structured: list[str] = field(default_factory=list)
+    """Ids of requests with a grammar that the step samples for, once `advance` has run."""
     num_unfilled_slots: int = 0
     """In the last blocks of the scheduled requests, once `advance` has run."""
 
@@ -63,6 +65,8 @@ class StepBuilder:
             self.num_unfilled_slots += -request.num_computed_tokens % self.block_size
             if request.num_computed_tokens >= request.num_planned_tokens:
                 request.num_output_placeholders += 1
+                if request.grammar is not None:
+                    self.structured.append(request.request_id)
         return StepLabel(num_requests[0], num_tokens[0], num_requests[1], num_tokens[1])
 
     def scheduled_tokens(self) -> "zip[tuple[Request, int]]":
@@ -79,6 +83,7 @@ class StepBuilder:
             total_num_scheduled_tokens=sum(self.num_scheduled_tokens.values()),
             finished_req_ids=forget,
             label=label,
+            structured_output_request_ids=self.structured,
         )
 
     def _schedule(self, request: Request, num_tokens: int) -> None:

@@ -72,7 +72,7 @@ class StepRecorder:
             token_budget_left=builder.token_budget,
             num_running=len(running),
             num_waiting=num_waiting,
-            waiting_by_reason=(num_waiting, 0),
+            waiting_by_reason=(num_waiting - waiting.num_deferred, 0, waiting.num_deferred),
             admission_stop=builder.admission_stop,
             admission_stop_request_num=builder.admission_stop_request_num,
             preempted=tuple(self._preempted),
@@ -90,6 +90,7 @@ class StepRecorder:
                 for number in (request.num, num_tokens)
             ),
             num_waiting_tokens=totals.num_tokens,
+            num_waiting_deferred_tokens=waiting.num_deferred_tokens,
             admission_stop_num_tokens=builder.admission_stop_num_tokens,
             num_waiting_preempted=totals.num_preempted,
             oldest_waiting_since_ns=totals.oldest_since_ns,

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.checkpoint.architecture import ModelConfig
 from engine.types.kv_cache import KVCacheSpec
-from engine.types.plan import ModelRunnerOutput, SchedulerOutput
+from engine.types.plan import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 class Executor(ABC):
@@ -55,8 +55,13 @@ class Executor(ABC):
         """Hand over a step; returns at once."""
 
     @abstractmethod
-    def sample_tokens(self) -> Future[ModelRunnerOutput]:
-        """Result of the step handed over last. A worker's exception comes out of the future."""
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        """Result of the step handed over last. A worker's exception comes out of the future.
+
+        Args:
+            grammar_output: which tokens the grammars of this step's requests allow; None for no
+                grammars.
+        """
 
     @abstractmethod
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.executor.base import Executor
 from engine.log import get_logger
 from engine.types.kv_cache import KVCacheSpec
-from engine.types.plan import ModelRunnerOutput, SchedulerOutput
+from engine.types.plan import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from engine.worker.worker import Worker
 from instrumentation import Instrument, ThreadName, initialize_torch_profiler
 
@@ -74,13 +74,13 @@ class UniprocExecutor(Executor):
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._launched = self._thread.submit(self._worker.execute_model, plan)
 
-    def sample_tokens(self) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
         launched, self._launched = self._launched, None
         assert launched is not None, "sample_tokens() without execute_model()"
 
         def sample() -> ModelRunnerOutput:
             launched.result()  # raises what the forward pass raised
-            return self._worker.sample_tokens()
+            return self._worker.sample_tokens(grammar_output)
 
         return self._thread.submit(sample)
 

@@ -170,7 +170,7 @@ def _parse_arguments(tool_calls: Any, where: str) -> None:
         if isinstance(arguments, str):
             try:
                 function["arguments"] = json.loads(arguments or "{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise PromptError(
                     f'{where}["tool_calls"][{number}]: the arguments are not JSON: {error}'
                 ) from error

@@ -3,12 +3,13 @@
 Everything that can be wrong with a request is found here, before anything reaches the core.
 """
 
+import copy
 import numbers
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
+from msgspec.structs import force_setattr
 
 from engine.checkpoint.architecture import ModelConfig
 from engine.config import EngineConfig
@@ -16,7 +17,7 @@ from engine.errors import PromptError, RequestError, SamplingParamsError
 from engine.frontend.tokenizer import Tokenizer
 from engine.types.messages import EngineCoreRequest
 from engine.types.sampling import SamplingParams
-from engine.types.sampling_checks import encodable, short
+from engine.types.sampling_checks import encodable, is_plain_integers, short
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dictionary with `prompt` or `prompt_token_ids` and maybe `cache_salt`."""
@@ -33,18 +34,29 @@ class ProcessedPrompt(NamedTuple):
     cache_salt: str | None
 
 
+class ProcessedParams(NamedTuple):
+    """Parameters as `InputProcessor.process_params` has made them."""
+
+    params: SamplingParams
+
+
 class InputProcessor:
     """Checks prompts and parameters against the model, and makes requests of them."""
 
     def __init__(
-        self, config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        first_request_num: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = config.model.max_model_len or model.max_position_embeddings
         self._model = model
         self._max_logprobs = config.model.max_logprobs
         self._seed = config.model.seed
-        self._next_num = 0
+        self._next_num = first_request_num
         self._processors: list[type] = []
         if config.model.logits_processors:
             # Brings torch into this process, which who brings processors has accepted.
@@ -86,6 +98,11 @@ class InputProcessor:
             raise SamplingParamsError(
                 "stop strings and bad_words need a tokenizer, and the engine has none "
                 "(skip_tokenizer_init=True); use stop_token_ids."
+            )
+        if self.tokenizer is None and params.structured_outputs is not None:
+            raise SamplingParamsError(
+                "structured_outputs needs to know the text of each token, and the engine has no "
+                "tokenizer (skip_tokenizer_init=True); use allowed_token_ids, or load a tokenizer."
             )
         own = params.clone().update_from_model(self._model.eos_token_ids)
         if self.tokenizer is not None:
@@ -153,7 +170,8 @@ class InputProcessor:
         num = self._next_num
         self._next_num += 1
         if params.seed is None and not params.is_greedy:
-            params = msgspec.structs.replace(params, seed=_mix(self._seed, num))
+            params = copy.copy(params)  # they have been checked, which may take long
+            force_setattr(params, "seed", _mix(self._seed, num))
         return EngineCoreRequest(
             request_id=f"{request_id}-{num}",
             request_num=num,
@@ -205,6 +223,8 @@ class InputProcessor:
             if not isinstance(ids, list):
                 raise PromptError(f"a prompt must be a list of token ids, got the scalar {ids!r}")
         vocab_size = self._model.vocab_size
+        if is_plain_integers(ids) and min(ids) >= 0 and max(ids) < vocab_size:
+            return ids.copy()
         for position, token_id in enumerate(ids):
             integral = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
             if not integral or not 0 <= token_id < vocab_size:

@@ -17,7 +17,12 @@ from engine.checkpoint.locate import ModelSource, resolve_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, IsinglassError, PromptError
 from engine.frontend.engine_controls import EngineControls
-from engine.frontend.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from engine.frontend.input_processor import (
+    InputProcessor,
+    ProcessedParams,
+    ProcessedPrompt,
+    Prompt,
+)
 from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.parallel_sampling import ParentRequest
@@ -27,7 +32,6 @@ from engine.frontend.tokenizer import Tokenizer, get_tokenizer
 from engine.log import configure, get_logger, serving
 from engine.resolve import resolve_limits
 from engine.transport.client import EngineCoreClient
-from engine.transport.interrupts import deferred_interrupts
 from engine.types.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
@@ -169,11 +173,13 @@ class LLMEngine:
             self.counting_rejections(**arrived),
             self.obs.process_inputs,
         ):
-            self.input_processor.check_request(request_id, arrival_ns, traceparent)
-            if priority != 0:
-                self.require_priority_scheduling()
-            priority = self.input_processor.check_priority(priority)
-            own = self.input_processor.process_params(params)
+            own, priority = self.check_request(
+                request_id,
+                params,
+                arrival_ns=arrival_ns,
+                priority=priority,
+                traceparent=traceparent,
+            )
             processed = self.input_processor.process_prompt(prompt, own)
         self.add_processed(
             request_id,
@@ -205,9 +211,7 @@ class LLMEngine:
         }
         with self.counting_rejections(**arrived):
             if request_id in self.output_processor:
-                raise PromptError(
-                    f"request id {request_id!r} belongs to an unfinished request; use another."
-                )
+                raise id_in_use(request_id)
         traceparent = self.tracer.begin(
             request_id,
             params,
@@ -250,7 +254,7 @@ class LLMEngine:
                 priority=priority,
                 traceparent=traceparent,
             )
-            with deferred_interrupts(), self.obs.send:
+            with self.engine_core.uninterrupted(), self.obs.send:
                 self.output_processor.add_request(
                     request_id, request, prompt, parent=parent, index=index
                 )
@@ -300,6 +304,29 @@ class LLMEngine:
             num_prompt_tokens=len(request.prompt_token_ids),
         )
 
+    def check_request(
+        self,
+        request_id: str,
+        params: SamplingParams | ProcessedParams,
+        *,
+        arrival_ns: int,
+        priority: int,
+        traceparent: str | None,
+    ) -> tuple[SamplingParams, int]:
+        """Check all of a request but its prompt; returns what the core gets of it.
+
+        Raises:
+            RequestError, PromptError, SamplingParamsError, ConfigError: as `add_request`.
+        """
+        processor = self.input_processor
+        processor.check_request(request_id, arrival_ns, traceparent)
+        if priority != 0:
+            self.require_priority_scheduling()
+        priority = processor.check_priority(priority)
+        if isinstance(params, ProcessedParams):
+            return params.params, priority
+        return processor.process_params(params), priority
+
     def require_priority_scheduling(self) -> None:
         """Refuse priorities that would have no effect.
 
@@ -339,7 +366,7 @@ class LLMEngine:
         """Turn one message of the core into the caller's outputs."""
         received_ns = time.monotonic_ns()
         self.obs.received_step(message.step, message.worker_step)
-        with deferred_interrupts(), self.obs.process_outputs:
+        with self.engine_core.uninterrupted(), self.obs.process_outputs:
             done = self.output_processor.process_outputs(message)
             if done.to_abort:
                 self.engine_core.abort_requests(done.to_abort)
@@ -388,6 +415,11 @@ class LLMEngine:
         if self._observer is not None:
             self._observer.observe_ended(timelines)
         self.tracer.observe_ended(timelines)
+
+
+def id_in_use(request_id: str) -> PromptError:
+    """The error of a request whose id another one has that has not finished."""
+    return PromptError(f"request id {request_id!r} belongs to an unfinished request; use another.")
 
 
 def _check_revision(config: EngineConfig, source: ModelSource) -> None:

@@ -97,7 +97,7 @@ class EngineObserver:
             if step is not None and self._counts_steps:
                 self._fenced(SinkName.CONSOLE, self._say, step, done.num_generation_tokens)
             if self.tap is not None:
-                self.tap.observe(message, done)
+                self._fenced(SinkName.LIVE_VIEW, self.tap.observe, message, done)
             self.observe_ended(done.timelines)
             self.metrics.engine.count_time(time.monotonic_ns() - began_ns)
 
@@ -133,6 +133,8 @@ class EngineObserver:
             metrics.observe_step(message.step)
         if message.worker_step is not None and self._counts_steps:
             metrics.steps.observe_worker_step(message.worker_step)
+        if message.idle_cached_blocks is not None and self._counts_steps:
+            metrics.steps.forget_queues(num_cached_blocks=message.idle_cached_blocks)
         if message.sent_ns and received_ns:
             metrics.engine.observe_transport(received_ns - message.sent_ns)
         if done.num_generation_tokens:

@@ -3,6 +3,7 @@
 Holds one `RequestState` per request in the core. Knows text; knows no socket.
 """
 
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -179,6 +180,21 @@ class OutputProcessor:
             ]
         return [_timeline(state, None) for state in states]
 
+    def timelines_since(self, request_num: int) -> list[RequestTimeline]:
+        """The lives so far of unfinished sequences with a higher number, the oldest first."""
+        newest_first = itertools.takewhile(
+            lambda state: state.request.request_num > request_num,
+            reversed(self._states.values()),
+        )
+        return [_timeline(state, None) for state in newest_first][::-1]
+
+    def progress(self) -> list[tuple[int, int]]:
+        """Number and output tokens so far of every unfinished sequence."""
+        return [
+            (state.request.request_num, len(state.detokenizer.output_token_ids))
+            for state in self._states.values()
+        ]
+
     def names_by_num(self) -> dict[int, str]:
         """The caller's ids of unfinished sequences' requests, by the number in step records."""
         return {state.request.request_num: state.external_id for state in self._states.values()}
@@ -214,7 +230,7 @@ class OutputProcessor:
         stop = state.detokenizer.update(
             output.new_token_ids,
             finished=output.finished,
-            stop_terminated=reason is FinishReason.STOP,
+            stop_terminated=reason is FinishReason.STOP and _ends_in_stop_token(state, output),
         )
         if output.new_logprobs is not None:
             # Tokens behind a stop string are dropped, and their logprobs with them.
@@ -265,13 +281,19 @@ class OutputProcessor:
             del self._children[state.external_id]
 
 
+def _ends_in_stop_token(state: RequestState, output: EngineCoreOutput) -> bool:
+    """Whether the last token is one that says stop; a structured output may stop without one."""
+    ids = output.new_token_ids
+    return bool(ids) and ids[-1] in state.request.sampling_params.all_stop_token_ids
+
+
 def _request_output(
     state: RequestState, completion: CompletionOutput, output: EngineCoreOutput
 ) -> RequestOutput | None:
     """The caller's view; None while a final-only request with n > 1 is incomplete."""
     parent = state.parent
-    if parent is not None:
-        parent.error = parent.error or output.error
+    if parent is not None and parent.error is None:
+        parent.error, parent.error_kind = output.error, output.error_kind
     completions = [completion] if parent is None else parent.gather(completion)
     if not completions:
         return None
@@ -287,6 +309,7 @@ def _request_output(
         num_cached_tokens=output.num_cached_tokens,
         metrics=completions[0].metrics,
         error=output.error if parent is None else parent.error,
+        error_kind=output.error_kind if parent is None else parent.error_kind,
     )
 
 

@@ -5,7 +5,8 @@ stalls costs no more than the text that it has not read. Knows no engine and no 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import Any
 
 from engine.types.outputs import CompletionOutput, RequestOutput
 from engine.types.sampling import RequestOutputKind
@@ -29,7 +30,12 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
-        """Hand an output over, or merge it into the one that is still held."""
+        """Hand an output over, or merge it into the one that is still held.
+
+        What comes behind an error is dropped: a slow reader would else never get to the error.
+        """
+        if self._error is not None:
+            return
         if self._held is None:
             self._held = output
         else:
@@ -79,14 +85,27 @@ def _merge(held: RequestOutput, new: RequestOutput, *, is_delta: bool) -> Reques
         by_index[completion.index] = completion
     new.outputs = list(by_index.values())
     new.prompt_logprobs = new.prompt_logprobs or held.prompt_logprobs
-    new.error = new.error or held.error
+    if new.error is None:
+        new.error, new.error_kind = held.error, held.error_kind
     return new
 
 
 def _append(before: CompletionOutput, delta: CompletionOutput) -> CompletionOutput:
-    """The second delta, with the first in front of it."""
+    """The second delta, with the first in front of it.
+
+    The lists of the first grow: copying them for each token would cost a reader that has stalled
+    the square of what it has not read.
+    """
     delta.text = before.text + delta.text
-    delta.token_ids = [*before.token_ids, *delta.token_ids]
+    delta.token_ids = _extended(before.token_ids, delta.token_ids)
     if before.logprobs is not None and delta.logprobs is not None:
-        delta.logprobs = before.logprobs + delta.logprobs
+        delta.logprobs = _extended(before.logprobs, delta.logprobs)
     return delta
+
+
+def _extended(first: Any, second: Sequence[Any]) -> Any:
+    """Both in a row: the first itself where it can grow."""
+    if isinstance(first, MutableSequence):
+        first.extend(second)
+        return first
+    return [*first, *second]

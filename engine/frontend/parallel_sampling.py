@@ -1,6 +1,8 @@
 """n > 1: one request of the user is n requests of the engine that share the prompt's blocks."""
 
-import msgspec
+import copy
+
+from msgspec.structs import force_setattr
 
 from engine.types.outputs import CompletionOutput
 from engine.types.sampling import RequestOutputKind, SamplingParams
@@ -14,14 +16,16 @@ class ParentRequest:
         self.params = params
         self.unfinished = set(range(params.n))
         self.error: str | None = None  # of the first sequence that failed
+        self.error_kind: str | None = None
         self._finished: list[CompletionOutput | None] = [None] * params.n
 
     def child_params(self, index: int) -> SamplingParams:
         """Parameters of one sequence: n is 1, and each has a seed of its own."""
-        seed = self.params.seed
-        return msgspec.structs.replace(
-            self.params, n=1, seed=None if seed is None else (seed + index) & ((1 << 63) - 1)
-        )
+        child = copy.copy(self.params)  # they have been checked, which may take long
+        force_setattr(child, "n", 1)
+        if child.seed is not None:
+            force_setattr(child, "seed", (child.seed + index) & ((1 << 63) - 1))
+        return child
 
     def gather(self, output: CompletionOutput) -> list[CompletionOutput]:
         """Take in one sequence's output; returns what is to be shown now.

@@ -8,7 +8,7 @@ fails in the other one is counted, logged once, and never reaches a request.
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from engine.errors import ConfigError
 from engine.frontend.output_processor import ProcessedOutputs
@@ -20,6 +20,7 @@ from instrumentation import Metric, ObservabilityConfig, RequestTimeline, Role, 
 from instrumentation.otel.setup import open_telemetry
 
 if TYPE_CHECKING:
+    from instrumentation.otel.http_spans import HttpSpan
     from instrumentation.otel.request_spans import RequestSpan
     from instrumentation.otel.telemetry import Telemetry
 
@@ -27,6 +28,27 @@ logger = get_logger(__name__)
 
 TEXT_COMPLETION, CHAT = "text_completion", "chat"
 """What a request is for, in the words of the GenAI conventions."""
+_HTTP_METHODS = frozenset(
+    {"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"}
+)
+
+
+class HttpArrival(NamedTuple):
+    """What is known of an HTTP request when it comes in."""
+
+    method: str
+    route: str | None
+    """The template of its path, None where there is no such path."""
+    path: str
+    scheme: str
+    protocol_version: str
+    client: tuple[str, int] | None
+    server: tuple[str, int | None] | None
+    user_agent: str | None
+    request_id: str
+    begin_ns: int
+    traceparent: str | None
+    tracestate: str | None
 
 
 class RequestTracer:
@@ -87,6 +109,27 @@ class RequestTracer:
     ) -> None:
         """The core has come up; the frontend's own phases of start-up, begin and end."""
 
+    def begin_http(self, request: HttpArrival) -> "HttpSpan | None":
+        """An HTTP request has come in; what comes back has the traceparent of its span."""
+        return None
+
+    def end_http(
+        self,
+        span: "HttpSpan",
+        *,
+        end_ns: int,
+        status: int,
+        num_bytes: int,
+        error_type: str | None = None,
+        is_ours: bool = False,
+    ) -> None:
+        """Its last byte has gone out, or its client has left.
+
+        Args:
+            error_type: what went wrong, None if nothing did.
+            is_ours: whether that was the server's fault.
+        """
+
     def close(self) -> None:
         """Export what there is, within about two seconds; harmless when called twice."""
 
@@ -115,7 +158,9 @@ class OpenTelemetryTracer(RequestTracer):
 
     def __init__(self, telemetry: "Telemetry") -> None:
         self.telemetry = telemetry
-        self._begun: dict[str, tuple[RequestSpan, int]] = {}  # and samples still to be sent
+        # Span if there is one, samples still to be sent, operation.
+        self._begun: dict[str, tuple[RequestSpan | None, int, str]] = {}
+        self._operations: dict[int, str] = {}  # by number, until the end
         self._num_failed_calls = 0
 
     @property
@@ -166,25 +211,25 @@ class OpenTelemetryTracer(RequestTracer):
             num_samples=params.n,
             traceparent=traceparent,
         )
-        if span is None:
-            return None
-        self._begun[request_id] = (span, params.n)
-        return span.traceparent
+        self._begun[request_id] = (span, params.n, operation)
+        return None if span is None else span.traceparent
 
     @_fenced
     def expect(self, request_id: str, request_num: int) -> None:
         begun = self._begun.pop(request_id, None)
         if begun is None:
             return
-        span, num_left = begun
-        self.telemetry.expect(span, request_num)
+        span, num_left, operation = begun
+        self._operations[request_num] = operation
+        if span is not None:
+            self.telemetry.expect(span, request_num)
         if num_left > 1:
-            self._begun[request_id] = (span, num_left - 1)
+            self._begun[request_id] = (span, num_left - 1, operation)
 
     @_fenced
     def fail(self, request_id: str, error: BaseException) -> None:
         begun = self._begun.pop(request_id, None)
-        if begun is not None:
+        if begun is not None and begun[0] is not None:
             self.telemetry.fail(begun[0], type(error).__name__, str(error))
 
     @_fenced
@@ -209,11 +254,21 @@ class OpenTelemetryTracer(RequestTracer):
 
     @_fenced
     def observe(self, message: EngineCoreOutputs, done: ProcessedOutputs) -> None:
+        for timeline in done.first_tokens:
+            operation = self._operations.get(timeline.request_num, TEXT_COMPLETION)
+            self.telemetry.count_first_token(timeline, operation)
+        self._count_ended(done.timelines)
         self.telemetry.observe(message.step, message.worker_step, done.timelines)
 
     @_fenced
     def observe_ended(self, timelines: Sequence[RequestTimeline]) -> None:
+        self._count_ended(timelines)
         self.telemetry.observe(None, None, timelines)
+
+    def _count_ended(self, timelines: Sequence[RequestTimeline]) -> None:
+        for timeline in timelines:
+            operation = self._operations.pop(timeline.request_num, TEXT_COMPLETION)
+            self.telemetry.count_end(timeline, operation)
 
     @_fenced
     def engine_is_ready(
@@ -236,6 +291,41 @@ class OpenTelemetryTracer(RequestTracer):
             if (begin_ns := begins_ns.get(label, first_ns - duration_ns)) > 0
         ]
         self.telemetry.started(caller + core)
+
+    @_fenced
+    def begin_http(self, request: HttpArrival) -> "HttpSpan | None":
+        is_known = request.method in _HTTP_METHODS
+        method = request.method if is_known else "HTTP"
+        return self.telemetry.begin_http(
+            method if request.route is None else f"{method} {request.route}",
+            _http_attributes(request, is_known=is_known),
+            begin_ns=request.begin_ns,
+            traceparent=request.traceparent,
+            tracestate=request.tracestate,
+        )
+
+    @_fenced
+    def end_http(
+        self,
+        span: "HttpSpan",
+        *,
+        end_ns: int,
+        status: int,
+        num_bytes: int,
+        error_type: str | None = None,
+        is_ours: bool = False,
+    ) -> None:
+        from instrumentation.otel import attributes as names
+
+        attributes: dict[str, Any] = {
+            names.HTTP_RESPONSE_STATUS_CODE: status,
+            names.HTTP_RESPONSE_BODY_SIZE: num_bytes,
+        }
+        if error_type is not None:
+            attributes[names.ERROR_TYPE] = error_type
+        self.telemetry.end_http(
+            span, attributes, end_ns=end_ns, error=error_type if is_ours else None
+        )
 
     @_fenced
     def close(self) -> None:
@@ -267,6 +357,28 @@ class OpenTelemetryTracer(RequestTracer):
             }
             attributes |= {name: value for name, value in asked.items() if value is not None}
         return attributes
+
+
+def _http_attributes(request: HttpArrival, *, is_known: bool) -> dict[str, Any]:
+    """The conventions' attributes that are known when a request comes in."""
+    from instrumentation.otel import attributes as names
+
+    client, server = request.client, request.server
+    attributes = {
+        names.HTTP_REQUEST_METHOD: request.method if is_known else "_OTHER",
+        names.HTTP_REQUEST_METHOD_ORIGINAL: None if is_known else request.method,
+        names.HTTP_ROUTE: request.route,
+        names.URL_PATH: request.path,
+        names.URL_SCHEME: request.scheme,
+        names.NETWORK_PROTOCOL_VERSION: request.protocol_version,
+        names.CLIENT_ADDRESS: None if client is None else client[0],
+        names.CLIENT_PORT: None if client is None else client[1],
+        names.SERVER_ADDRESS: None if server is None else server[0],
+        names.SERVER_PORT: None if server is None else server[1],
+        names.USER_AGENT: request.user_agent,
+        names.REQUEST_ID: request.request_id,
+    }
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def open_tracer(

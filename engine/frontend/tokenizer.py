@@ -18,6 +18,10 @@ from engine.frontend.token_bytes import TokenBytes, new_utf8_decoder, piece_deco
 from engine.frontend.tokenizer_files import find_tokenizer, read_tokenizer
 from engine.types.sampling_checks import short
 
+_LONG_TEXT = 2000
+"""Characters from which on a text is encoded as a batch of one: that lets other threads run, while
+`encode` keeps Python to itself for as long as it takes, which is seconds for a megabyte."""
+
 
 class Tokenizer:
     """Encodes and decodes text with one vocabulary.
@@ -94,6 +98,8 @@ class Tokenizer:
             PromptError: not a string, or one with lone surrogates.
         """
         _check_text(text)
+        if len(text) > _LONG_TEXT:
+            return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(

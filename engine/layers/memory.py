@@ -1,6 +1,6 @@
 """How the C library's allocator treats a model's temporaries.
 
-Knows glibc's `mallopt`. Does nothing with other C libraries.
+Knows glibc's `mallopt` and `malloc_trim`. Does nothing with other C libraries.
 """
 
 import ctypes
@@ -25,3 +25,12 @@ def keep_freed_memory() -> bool:
     trimmed = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
     mapped = mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD_BYTES)
     return trimmed == 1 and mapped == 1
+
+
+def return_freed_memory() -> bool:
+    """Give freed memory back to the system now; returns whether there was any, and a glibc."""
+    try:
+        malloc_trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # another C library
+        return False
+    return malloc_trim(ctypes.c_size_t(0)) == 1

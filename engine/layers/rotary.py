@@ -57,13 +57,18 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> RotaryTable:
         """The table for `positions`, `[num_tokens]` int64."""
-        angles = positions[:, None].float() * self._frequencies_at(positions)
-        cosine, sine = angles.cos(), angles.sin()  # [num_tokens, head_dim / 2]
-        if self.attention_factor != 1.0:
-            cosine, sine = cosine * self.attention_factor, sine * self.attention_factor
+        cosine, sine = self.cosine_sine(positions)
         cosine = torch.cat((cosine, cosine), dim=-1).to(self.dtype)
         sine = torch.cat((-sine, sine), dim=-1).to(self.dtype)
         return RotaryTable(cosine[:, None], sine[:, None])
+
+    def cosine_sine(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the angles of each pair of elements, `[num_tokens, head_dim / 2]` float32 each."""
+        angles = positions[:, None].float() * self._frequencies_at(positions)
+        cosine, sine = angles.cos(), angles.sin()
+        if self.attention_factor != 1.0:
+            cosine, sine = cosine * self.attention_factor, sine * self.attention_factor
+        return cosine, sine
 
     def _frequencies_at(self, positions: torch.Tensor) -> torch.Tensor:
         if self.scaling["rope_type"] != "dynamic":

@@ -18,6 +18,7 @@ from engine.layers.linear import GatedLinear, Linear, can_pack, pack_weight, pac
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, RotaryTable, rotate
 from engine.models.base import CausalLM
+from engine.models.native_decoder import NativeDecoder
 from engine.models.weights import copy_weights, iterate_weights
 
 
@@ -170,6 +171,7 @@ class DecoderForCausalLM(CausalLM):
         if not self.is_tied:
             self.head = Linear(size, config.vocab_size, bias=False, dtype=dtype, device=device)
         self.packed_head: torch.Tensor | None = None
+        self.native: NativeDecoder | None = None
         self.attention_layers = [layer.self_attention.attention for layer in layers]
 
     @classmethod
@@ -190,11 +192,16 @@ class DecoderForCausalLM(CausalLM):
             ignored=model.ignored_weights(),
             origin=str(source.path),
         )
-        model.pack_weights()
+        if backend.name == "native":
+            model.native = NativeDecoder(model, config)
+        else:
+            model.pack_weights()
         return model
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `CausalLM`."""
+        if self.native is not None:
+            return self.native(input_ids, positions)
         hidden = self.embedding(input_ids)
         table = self.rotary(positions)
         for layer in self.layers:
@@ -203,6 +210,8 @@ class DecoderForCausalLM(CausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM`."""
+        if self.native is not None:
+            return self.native.compute_logits(hidden)
         if self.head is not None:
             return self.head(hidden).float()
         if self.packed_head is not None:

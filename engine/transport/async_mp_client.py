@@ -5,6 +5,7 @@ thread. Outputs are read when the socket's descriptor says so. Knows asyncio; kn
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -25,6 +26,9 @@ class AsyncMPClient(MPClient):
     `get_output` and `call_utility` are for other threads than the loop's; on the loop use the
     coroutines `get_output_async` and `call_utility_async`.
     """
+
+    # asyncio and servers take Ctrl-C between two callbacks; what raises amid one ends the loop.
+    uninterrupted = staticmethod(contextlib.nullcontext)
 
     _loop: asyncio.AbstractEventLoop | None = None
     _death: EngineDeadError | None = None

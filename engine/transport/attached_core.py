@@ -42,7 +42,6 @@ class AttachedCore:
     ) -> None:
         self.obs = obs
         self.pid = attachment.core_pid
-        self.run_dir = attachment.run_dir
         # Our own copy: two clients of one process must not share what an event loop watches.
         self.death_read = os.dup(attachment.death_fd)
         self.failure: EngineCoreFailure | None = None

@@ -15,9 +15,11 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
 _POLL_S = 0.5
+_REMOVALS = 5
 
 BOOTSTRAP = (
     "import sys, json; boot = json.loads(sys.stdin.buffer.readline()); "
@@ -58,7 +60,11 @@ def _watch_parent(parent_pid: int, private_dir: str) -> None:
 
 
 def _exit_orphan(private_dir: str) -> NoReturn:
-    shutil.rmtree(private_dir, ignore_errors=True)
+    for _ in range(_REMOVALS):  # other children may write into it until they end, too
+        shutil.rmtree(private_dir, ignore_errors=True)
+        if not os.path.exists(private_dir):
+            break
+        time.sleep(_POLL_S)
     os._exit(0)
 
 

@@ -5,9 +5,11 @@ Knows messages; knows no text and no scheduler.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.transport.interrupts import deferred_interrupts
 from engine.types.attachment import CoreAttachment
 from engine.types.messages import (
     EngineCoreOutputs,
@@ -19,6 +21,9 @@ from instrumentation import Instrument
 
 class EngineCoreClient(ABC):
     """Adds requests to a core and takes outputs from it."""
+
+    uninterrupted: Callable[[], AbstractContextManager[None]] = staticmethod(deferred_interrupts)
+    """Makes the block in which a message is sent or taken in, which Ctrl-C must not leave."""
 
     @staticmethod
     def make_client(

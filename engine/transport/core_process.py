@@ -32,7 +32,7 @@ _NUM_DESCRIPTORS = 20
 
 
 class CoreProcess:
-    """The spawned core with its sockets and folder: everything that must not be left behind.
+    """Starts the core, knows how it fares, and removes what it leaves.
 
     Args:
         config: the engine's settings.
@@ -58,7 +58,6 @@ class CoreProcess:
         settings, main_path = portable_classes(config)  # may raise: before there is anything
         self.grace_s = config.process.shutdown_timeout_s
         self.obs = obs
-        self.run_dir = run_dir
         self._num_clients = num_frontends + 1
         self._on_death = on_death
         self.stopping = False
@@ -152,7 +151,7 @@ class CoreProcess:
         lines = "".join(f"\n    {line}" for line in tail[-12:])
         last = f" It logged last:{lines}" if lines else ""
         death = EngineDeadError(
-            f"the engine core died ({how}); make a new LLM.{where}{last}",
+            f"the engine core died ({how}); start a new engine.{where}{last}",
             exit_code=code,
             log_tail=tail,
         )

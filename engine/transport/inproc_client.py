@@ -48,6 +48,8 @@ class InprocClient(EngineCoreClient):
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._ensure_alive()
         self._ready.extend(self._core.abort_requests(request_ids).values())
+        if not self._core.has_work():
+            self._ready.extend(self._core.idle_outputs().values())
 
     def get_output(self) -> EngineCoreOutputs:
         self._ensure_alive()

@@ -98,7 +98,7 @@ class MPClient(EngineCoreClient):
     def _send(self, kind: MessageType, frames: list[Frame]) -> None:
         self._ensure_alive()
         try:
-            with deferred_interrupts():
+            with self.uninterrupted():
                 self._core.input.send_multipart([b"0", kind.value, *frames], copy=False)
         except zmq.ZMQError as error:
             raise self._core.death() from error
@@ -138,7 +138,7 @@ class MPClient(EngineCoreClient):
     def _ensure_usable(self) -> None:
         if self._core.is_foreign:
             raise EngineDeadError(
-                "this engine belongs to the process that forked this one; make a new LLM here."
+                "this engine belongs to the process that forked this one; start a new one here."
             )
         if self._core.stopping:
             raise self._core.death()

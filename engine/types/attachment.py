@@ -13,6 +13,8 @@ class CoreAttachment(msgspec.Struct, frozen=True, kw_only=True):
     first_request_num: int
     """Numbers of requests from here on are the frontend's own."""
     core_pid: int
+    began_ns: int
+    """When the owner began to start (monotonic)."""
     death_fd: int
     """An inherited descriptor that becomes readable when the core, or its owner, has ended."""
     counts_steps: bool = True

@@ -6,7 +6,7 @@ these containers passes the function that decodes a token.
 """
 
 import operator
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -166,6 +166,10 @@ class LazyLogprobs(MutableSequence[LogprobsOnePosition | None]):
     def append(self, value: Any) -> None:
         """Add a row or a finished dictionary at the end."""
         self._rows.append(value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        """Add rows or finished dictionaries at the end; another lazy list's stay as lazy."""
+        self._rows.extend(values._rows if isinstance(values, LazyLogprobs) else values)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LazyLogprobs | list):

@@ -14,7 +14,7 @@ from engine.types.logprobs import LogprobsLists
 from engine.types.sampling import SamplingParams
 from instrumentation import StepRecord, WorkerStepRecord
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever a message changes; both sides must agree."""
 
 
@@ -25,6 +25,10 @@ class MessageType(bytes, enum.Enum):
     ABORT = b"\x01"
     UTILITY = b"\x02"
     SHUTDOWN = b"\x03"
+    ATTACH = b"\x04"
+    """A further client has come, or has come back; it is answered with READY."""
+    DETACH = b"\x05"
+    """The owner says that a client is gone for good: its requests end."""
     READY = b"\x10"
     FAILED = b"\x11"
     OUTPUTS = b"\x20"
@@ -42,6 +46,14 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class ErrorKind(enum.StrEnum):
+    """Whose fault it is that a request has failed."""
+
+    INPUT = "input"
+    """The caller's: the same request will fail again."""
+    ENGINE = "engine"
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     """One request as the core sees it: token ids in, n always 1."""
 
@@ -56,6 +68,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     traceparent: str | None = None
     """W3C trace context of the caller's span."""
     client_index: int = 0
+    """Whose it is: filled in by the core's input thread, which knows the sender."""
 
 
 class CoreTimes(msgspec.Struct, array_like=True, gc=False):
@@ -83,6 +96,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Sent with the request's first token, with its last output, and with every output behind a
     preemption, since a stop string may make the last one of it."""
     error: str | None = None
+    error_kind: ErrorKind | None = None
+    """Set where `error` is."""
 
     @property
     def finished(self) -> bool:
@@ -107,7 +122,8 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Everything that the core publishes after one step, or one utility call."""
+    """What the core tells one client at a time: after a step, after a utility call, of requests
+    that were aborted or whose grammar was refused, and when nothing is left to do."""
 
     outputs: list[EngineCoreOutput] = []
     timestamp_ns: int = 0
@@ -116,6 +132,9 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     worker_step: WorkerStepRecord | None = None
     utility: UtilityOutput | None = None
     engine_index: int = 0
+    idle_cached_blocks: int | None = None
+    """Set when requests were aborted and nothing is left to do, which no step record tells of: how
+    many of the blocks, now all free, are cached."""
     sent_ns: int = 0
     """When the core began to encode the message, 0 where it crosses no process boundary."""
 

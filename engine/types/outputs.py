@@ -50,3 +50,5 @@ class RequestOutput:
     """Time line of the first sequence, once the request has ended."""
     error: str | None = None
     """Why the request failed, if its finish reason is error."""
+    error_kind: str | None = None
+    """Whose fault that is: input (the caller's; it will fail again) or engine."""

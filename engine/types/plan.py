@@ -6,6 +6,9 @@ worker and comes back, when it is resumed, as a new one that brings its output t
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.types.logprobs import LogprobsLists
 from engine.types.sampling import SamplingParams
 from instrumentation import StepLabel, WorkerStepRecord
@@ -45,6 +48,17 @@ class SchedulerOutput:
     finished_req_ids: list[str]
     """Requests that the worker may forget: finished, aborted or preempted."""
     label: StepLabel
+    structured_output_request_ids: list[str] = field(default_factory=list)
+    """Requests with a grammar that this step samples for."""
+
+
+@dataclass(slots=True)
+class GrammarOutput:
+    """Which tokens grammars allow in one step; made while the step's forward pass runs."""
+
+    req_ids: list[str]
+    bitmask: npt.NDArray[np.int32]  # [len(req_ids), ceil(vocab_size / 32)]
+    """Bit i % 32 of word i // 32 is set where token i is allowed."""
 
 
 @dataclass(slots=True)

@@ -5,11 +5,9 @@ Knows the range and the meaning of every field and how the struct travels betwee
 of how a token is drawn: that is `engine.worker.sampler`.
 """
 
-import difflib
 import enum
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -17,6 +15,7 @@ from msgspec.structs import force_setattr
 from engine.errors import SamplingParamsError
 from engine.log import get_logger
 from engine.types.sampling_checks import (
+    NamedArguments,
     check_extra_args,
     check_in_vocabulary,
     checked_integer,
@@ -29,6 +28,7 @@ from engine.types.sampling_checks import (
     reject,
     short,
 )
+from engine.types.structured_outputs import StructuredOutputsParams
 
 logger = get_logger(__name__)
 
@@ -55,24 +55,8 @@ class RequestOutputKind(enum.Enum):
     """One output, when the request has finished."""
 
 
-class _NamedArguments(msgspec.StructMeta):
-    """Calls of the class with an unknown argument say which known one is near."""
-
-    def __call__(self, *arguments: Any, **values: Any) -> Any:
-        if arguments:
-            raise SamplingParamsError(
-                f"{self.__name__} takes its values by name, such as temperature=0.8; got "
-                f"{short(arguments[0])} without one."
-            )
-        for name in values.keys() - set(self.__struct_fields__):
-            near = difflib.get_close_matches(name, self.__struct_fields__, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise SamplingParamsError(f"unknown sampling parameter {name!r}.{hint}")
-        return super().__call__(**values)
-
-
 class SamplingParams(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_NamedArguments
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=NamedArguments
 ):
     """How the tokens of one request are selected, and when it stops.
 
@@ -80,6 +64,9 @@ class SamplingParams(
     `SamplingParamsError`; what depends on the model is checked by `verify`. Instances cannot be
     assigned to: `clone(field=value)` makes a changed copy.
     """
+
+    NOUN: ClassVar[str] = "sampling parameter"
+    EXAMPLE: ClassVar[str] = "temperature=0.8"
 
     n: int = 1
     """Completions to generate for the prompt."""
@@ -133,6 +120,8 @@ class SamplingParams(
     """Arguments for custom logits processors; values that MessagePack can carry."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many last tokens of the prompt."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have; a dictionary of its fields will do."""
 
     all_stop_token_ids: frozenset[int] = frozenset()
     """Filled by the engine: `stop_token_ids` and, unless ignored, the model's end tokens."""
@@ -324,6 +313,10 @@ class SamplingParams(
             self._set("logit_bias", checked_logit_bias(self.logit_bias))
         if self.extra_args is not None:
             check_extra_args(self.extra_args)
+        if self.structured_outputs is not None:
+            self._set(
+                "structured_outputs", StructuredOutputsParams.from_any(self.structured_outputs)
+            )
 
     def _check_contradictions(self) -> None:
         if self.stop and not self.detokenize:
@@ -382,11 +375,13 @@ _INTEGER_RANGES: Final[tuple[tuple[str, int, int, str], ...]] = (
     ("truncate_prompt_tokens", 1, _MAX_COUNT, "None or an integer of at least 1"),
 )
 
+_MAX_REAL: Final = 1e30
+"""Whatever is drawn is the same far below; above float32's largest, -inf divided by it is NaN."""
 _REAL_RANGES: Final[tuple[tuple[str, float, float, str], ...]] = (
     ("presence_penalty", -2.0, 2.0, "a number in [-2, 2]"),
     ("frequency_penalty", -2.0, 2.0, "a number in [-2, 2]"),
-    ("repetition_penalty", 0.0, math.inf, "a finite number above 0"),
-    ("temperature", 0.0, math.inf, "a finite number of at least 0"),
+    ("repetition_penalty", 0.0, _MAX_REAL, "a number above 0 and at most 1e30"),
+    ("temperature", 0.0, _MAX_REAL, "a number in [0, 1e30]"),
     ("top_p", 0.0, 1.0, "a number in (0, 1]"),
     ("min_p", 0.0, 1.0, "a number in [0, 1]"),
 )

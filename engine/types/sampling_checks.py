@@ -4,10 +4,11 @@ Knows how a wrong value is reported. Does not know which fields there are nor ho
 that is `engine.types.sampling`. Every function raises `SamplingParamsError`.
 """
 
+import difflib
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeGuard
 
 import msgspec
 
@@ -20,6 +21,29 @@ MAX_DEPTH: Final = 32
 """How deep `extra_args` may be nested."""
 
 _MAX_TOKEN_ID: Final = 2**31 - 1
+_SCALARS: Final = frozenset((int, float, bool, str))
+
+
+class NamedArguments(msgspec.StructMeta):
+    """Calls of the class with an unknown argument say which known one is near.
+
+    The class says what its arguments are called, and how one is given.
+    """
+
+    NOUN: str
+    EXAMPLE: str
+
+    def __call__(self, *arguments: Any, **values: Any) -> Any:
+        if arguments:
+            raise SamplingParamsError(
+                f"{self.__name__} takes its values by name, such as {self.EXAMPLE}; got "
+                f"{short(arguments[0])} without one."
+            )
+        for name in values.keys() - set(self.__struct_fields__):
+            near = difflib.get_close_matches(name, self.__struct_fields__, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise SamplingParamsError(f"unknown {self.NOUN} {name!r}.{hint}")
+        return super().__call__(**values)
 
 
 def reject(name: str, value: object, allowed: str, remedy: str = "") -> NoReturn:
@@ -43,6 +67,8 @@ def copied(value: Any, *, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         return value
     if isinstance(value, list):
+        if set(map(type, value)) <= _SCALARS:
+            return value.copy()
         return [copied(item, depth=depth + 1) for item in value]
     if isinstance(value, dict):
         return {key: copied(item, depth=depth + 1) for key, item in value.items()}
@@ -56,6 +82,15 @@ def encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_plain_integers(value: Any) -> TypeGuard[list[int]]:
+    """Whether it is a list of nothing but Python's own integers, and not empty.
+
+    Such a list may hold a vocabulary or a long prompt, and need not be checked one by one, which
+    takes ten times as long.
+    """
+    return type(value) is list and set(map(type, value)) == {int}
 
 
 def checked_integer(name: str, value: object, low: int, high: int, allowed: str) -> int:
@@ -104,6 +139,8 @@ def checked_strings(name: str, value: object) -> list[str]:
 
 def checked_token_ids(name: str, value: object) -> list[int]:
     """The distinct token ids of any iterable of integers."""
+    if is_plain_integers(value) and min(value) >= 0 and max(value) <= _MAX_TOKEN_ID:
+        return list(dict.fromkeys(value))
     allowed = "a list of token ids (integers of at least 0)"
     token_ids = (
         checked_integer(name, item, 0, _MAX_TOKEN_ID, allowed) for item in _items(name, value)

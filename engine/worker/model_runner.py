@@ -15,7 +15,8 @@ from engine.attention.base import AttentionBackend, BatchLayout
 from engine.attention.forward_context import forward_context
 from engine.models.base import CausalLM
 from engine.types.logprobs import LogprobsLists
-from engine.types.plan import ModelRunnerOutput, SchedulerOutput
+from engine.types.plan import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from engine.worker.grammar_mask import GrammarMask
 from engine.worker.input_batch import CachedRequestState, InputBatch, StepInputs
 from engine.worker.prompt_logprobs import PromptLogprobsBuilder
 from engine.worker.sampler import Sampler
@@ -81,14 +82,15 @@ class ModelRunner:
         self._launched = _Launched(plan, inputs, logits, prompt_logprobs, begin_ns)
 
     @torch.inference_mode()
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
         """Sample from the logits that `execute_model` left, and bring the tokens to the host."""
         launched, self._launched = self._launched, None
         assert launched is not None, "sample_tokens() without execute_model()"
         obs, batch = self.obs, self.batch
         with obs.sample:
             metadata = batch.sampling.refresh(batch.num_reqs)
-            sampled = self.sampler(launched.logits, metadata)
+            mask = None if grammar_output is None else GrammarMask(grammar_output, batch.row_of)
+            sampled = self.sampler(launched.logits, metadata, mask)
             failures = batch.sampling.take_failures()
         with obs.readback:
             token_ids = self._record_tokens(sampled.sampled_token_ids, launched.inputs)

@@ -3,7 +3,8 @@
 Knows the order in which everything is applied. Knows neither how rows are kept
 (`engine.worker.sampling_state`) nor how each change is made (the modules imported below).
 
-For each row, in this order: log-probabilities of the untouched logits; allowed tokens; bad words;
+For each row, in this order: log-probabilities of the untouched logits; tokens that its structured
+output allows; allowed tokens; bad words;
 logits processors that may change the most likely token (minimum length, logit bias, the user's);
 repetition, frequency and presence penalty. Greedy rows then take the most likely token. The others
 are divided by the temperature, pass the remaining processors, lose tokens to min-p, top-k and
@@ -18,6 +19,7 @@ import torch
 from engine.config import LOGPROBS_MODES
 from engine.errors import ConfigError
 from engine.types.logprobs import LogprobsLists
+from engine.worker.grammar_mask import GrammarMask
 from engine.worker.penalties import apply_penalties
 from engine.worker.random import draw_keys
 from engine.worker.sampling_state import SamplingMetadata
@@ -57,7 +59,12 @@ class Sampler:
         self._reports_raw = logprobs_mode.startswith("raw_")
         self._normalises = logprobs_mode.endswith("_logprobs")
 
-    def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        grammar_mask: GrammarMask | None = None,
+    ) -> SamplerOutput:
         """Select one token for each row.
 
         A row in which every token has become forbidden gets its `fallback_token_ids` entry.
@@ -65,6 +72,7 @@ class Sampler:
         Args:
             logits: float32 [num_reqs, vocab_size]; overwritten.
             metadata: the step's parameters.
+            grammar_mask: which tokens structured outputs allow.
         """
         assert logits.shape[0] == metadata.num_reqs
         assert logits.dtype == torch.float32
@@ -72,6 +80,8 @@ class Sampler:
         reported = None
         if wants_logprobs and self._reports_raw:
             reported = _copy_of_rows(logits, metadata.logprobs_rows)
+        if grammar_mask is not None:
+            grammar_mask.apply(logits)
         logits = self.apply_logits_processors(logits, metadata)
         mask_logits = wants_logprobs and not self._reports_raw
         sampled, logits = self.sample(logits, metadata, mask_logits=mask_logits)

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from engine.attention.base import BatchLayout
-from engine.attention.registry import select_backend
 from engine.checkpoint.architecture import read_model_config
 from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ProfilerError
 from engine.log import get_logger
+from engine.models.kernels import select_kernels
 from engine.models.loader import load_model
 from engine.types.kv_cache import KVCacheSpec
-from engine.types.plan import ModelRunnerOutput, SchedulerOutput
+from engine.types.plan import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from engine.worker.input_batch import InputBatch
 from engine.worker.memory import (
     PeakMemory,
@@ -43,6 +43,7 @@ logger = get_logger(__name__)
 
 _GPU_UTILIZATION = 0.9
 _CPU_KV_SHARE = 0.25
+_ALIGNMENT_BYTES = 64  # a cache line; NumPy aligns to 16
 
 
 class Worker:
@@ -57,7 +58,15 @@ class Worker:
         self.model_config = read_model_config(self.source)
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.model_config.dtype, self.device)
-        self.attention = select_backend(config.model.attention_backend, self.device)
+        self.attention = select_kernels(
+            config.model,
+            self.model_config,
+            dtype=self.dtype,
+            device=self.device,
+            block_size=config.cache.block_size,
+            is_gguf=self.source.is_gguf,
+            has_module_hooks=self._brackets_layers,
+        )
         self.runner: ModelRunner | None = None
         self._profiler: TorchProfiler | None = None
 
@@ -79,9 +88,13 @@ class Worker:
             self.device,
             time.monotonic() - began,
         )
-        ranges = self.obs.ranges
-        if self.config.observability.enable_layerwise_nvtx_tracing and ranges is not None:
-            LayerRanges(self._model.named_modules(), ranges)
+        if self._brackets_layers:
+            LayerRanges(self._model.named_modules(), self.obs.ranges)
+
+    @property
+    def _brackets_layers(self) -> bool:
+        asked = self.config.observability.enable_layerwise_nvtx_tracing
+        return asked and self.obs.ranges is not None
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
         """What one KV block costs over all layers."""
@@ -200,10 +213,10 @@ class Worker:
         assert self.runner is not None
         self.runner.execute_model(plan)
 
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample from the step that was launched."""
         assert self.runner is not None
-        output = self.runner.sample_tokens()
+        output = self.runner.sample_tokens(grammar_output)
         if self._profiler is not None:
             self._profiler.step()
         return output
@@ -302,8 +315,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros; on a CPU as untouched pages, which cost no time and no memory until written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -pages.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(pages[start : start + num_bytes]).view(dtype).view(shape)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -36,6 +36,21 @@ USAGE_CACHE_READ_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 ERROR_TYPE: Final = "error.type"
 PROVIDER: Final = "isinglass"
 
+# HTTP conventions (stable).
+HTTP_REQUEST_METHOD: Final = "http.request.method"
+HTTP_REQUEST_METHOD_ORIGINAL: Final = "http.request.method_original"
+HTTP_ROUTE: Final = "http.route"
+HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
+HTTP_RESPONSE_BODY_SIZE: Final = "http.response.body.size"
+URL_PATH: Final = "url.path"
+URL_SCHEME: Final = "url.scheme"
+CLIENT_ADDRESS: Final = "client.address"
+CLIENT_PORT: Final = "client.port"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+NETWORK_PROTOCOL_VERSION: Final = "network.protocol.version"
+USER_AGENT: Final = "user_agent.original"
+
 # What they have no name for. Latencies are seconds, as `RequestTimeline` defines them.
 LATENCY_E2E: Final = "isinglass.latency.e2e"
 LATENCY_QUEUE: Final = "isinglass.latency.queue"
@@ -65,6 +80,8 @@ STEP_WORKER_DURATION: Final = "isinglass.step.worker_duration"
 STEP_ADMISSION_STOP: Final = "isinglass.step.admission_stop"
 STEP_GRAPH_MODE: Final = "isinglass.step.graph_mode"
 STEP_SAMPLED_BY: Final = "isinglass.step.sampled_by"
+REQUEST_ID: Final = "isinglass.request_id"
+"""Of an HTTP exchange: its X-Request-Id, with which the ids of its engine requests begin."""
 PROCESS_ROLE: Final = "isinglass.process.role"
 
 # Spans and events.

@@ -7,7 +7,7 @@ Knows the two shapes. Does not count anything, so its values are those of Promet
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from opentelemetry.sdk.metrics import Exemplar
@@ -32,6 +32,7 @@ from instrumentation.metric_info import METRICS
 from instrumentation.metric_types import Counter, Histogram, Metric
 from instrumentation.otel import attributes as names
 from instrumentation.otel.health import ExportHealth, last_reason, reasons_of_failure
+from instrumentation.otel.operations import OperationLatencies
 
 _LOGGER = logging.getLogger("isinglass.telemetry")
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
@@ -44,8 +45,12 @@ def to_otlp(
     start_ns: int,
     now_ns: int,
     gen_ai_attributes: dict[str, str],
+    latencies: OperationLatencies,
 ) -> MetricsData:
-    """Convert a snapshot; times are wall clock. Series of one name become points of one metric."""
+    """Convert a snapshot; times are wall clock. Series of one name become points of one metric.
+
+    What the GenAI conventions name comes a second time, from `latencies`.
+    """
     by_name: dict[str, list[Metric]] = {}
     for metric in metrics:
         by_name.setdefault(metric.name, []).append(metric)
@@ -53,10 +58,12 @@ def to_otlp(
     for name, series in by_name.items():
         info = METRICS.get(name)
         described = ("", "") if info is None else (info.help, names.ucum(info.unit))
-        converted.append(_metric(name, described, series, start_ns, now_ns, {}))
+        converted.append(_metric(name, described, series, start_ns, now_ns))
         alias = names.GEN_AI_METRICS.get(name)
         if alias is not None:
-            converted.append(_metric(alias, described, series, start_ns, now_ns, gen_ai_attributes))
+            by_operation = latencies.snapshot(name, series[0].labels | gen_ai_attributes)
+            if by_operation:
+                converted.append(_metric(alias, described, by_operation, start_ns, now_ns))
     scope = ScopeMetrics(InstrumentationScope(names.SCOPE), converted, names.SCHEMA_URL)
     return MetricsData([ResourceMetrics(resource, [scope], resource.schema_url)])
 
@@ -64,18 +71,17 @@ def to_otlp(
 def _metric(
     name: str,
     described: tuple[str, str],
-    series: list[Metric],
+    series: Sequence[Metric],
     start_ns: int,
     now_ns: int,
-    extra: dict[str, str],
 ) -> OtlpMetric:
     data: Any
     if isinstance(series[0], Histogram):
-        points = [_distribution(one, start_ns, now_ns, extra) for one in series]  # type: ignore
+        points = [_distribution(one, start_ns, now_ns) for one in series]  # type: ignore
         data = OtlpHistogram(points, _CUMULATIVE)
     else:
         numbers = [
-            NumberDataPoint(one.labels | extra, start_ns, now_ns, one.value)  # type: ignore
+            NumberDataPoint(one.labels, start_ns, now_ns, one.value)  # type: ignore
             for one in series
         ]
         is_sum = isinstance(series[0], Counter)
@@ -83,15 +89,13 @@ def _metric(
     return OtlpMetric(name, described[0], described[1], data)
 
 
-def _distribution(
-    series: Histogram, start_ns: int, now_ns: int, extra: dict[str, str]
-) -> HistogramDataPoint:
+def _distribution(series: Histogram, start_ns: int, now_ns: int) -> HistogramDataPoint:
     """Cumulative counts by upper bound become counts between bounds."""
     bounds = [float(bound) for bound in series.buckets]
     cumulative = list(series.buckets.values())
     counts = [count - before for count, before in zip(cumulative, [0, *cumulative], strict=False)]
     return HistogramDataPoint(
-        attributes=series.labels | extra,
+        attributes=series.labels,
         start_time_unix_nano=start_ns,
         time_unix_nano=now_ns,
         count=series.count,
@@ -120,6 +124,7 @@ class MetricsExport:
         health: ExportHealth,
         interval_s: float,
         model: str,
+        latencies: OperationLatencies,
     ) -> None:
         self._exporter = exporter
         self._collect = collect
@@ -127,10 +132,10 @@ class MetricsExport:
         self._health = health
         self._interval_s = interval_s
         self._gen_ai_attributes = {
-            names.OPERATION_NAME: "text_completion",
             names.PROVIDER_NAME: names.PROVIDER,
             names.REQUEST_MODEL: model,
         }
+        self._latencies = latencies
         self._start_ns = time.time_ns()
         self._closing = threading.Event()
         self._closed = False
@@ -166,6 +171,7 @@ class MetricsExport:
                     start_ns=self._start_ns,
                     now_ns=time.time_ns(),
                     gen_ai_attributes=self._gen_ai_attributes,
+                    latencies=self._latencies,
                 )
                 result = self._exporter.export(data)
             except Exception as error:

@@ -14,7 +14,7 @@ the request has ended, with explicit times, in the exporting thread.
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from opentelemetry import context as context_api
@@ -95,6 +95,13 @@ def wall_offset_ns() -> int:
     return time.time_ns() - time.monotonic_ns()
 
 
+def traceparent_of(context: SpanContext) -> str | None:
+    """The header that names a span; None for a context that names none."""
+    if not context.is_valid:
+        return None
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
 class RequestSpan:
     """One request's span while it is open, and what has been learned for its children."""
 
@@ -107,19 +114,23 @@ class RequestSpan:
         self.timelines: list[RequestTimeline] = []
         self.chunks: dict[int, list[Chunk]] = {}
         self.context: SpanContext = span.get_span_context()
-        self.traceparent: str | None = None
-        if self.context.is_valid:
-            self.traceparent = (
-                f"00-{self.context.trace_id:032x}-{self.context.span_id:016x}"
-                f"-{int(self.context.trace_flags):02x}"
-            )
+        self.traceparent = traceparent_of(self.context)
 
 
 class RequestSpans:
-    """All requests' spans. `begin`, `expect` and `fail` are for the caller's thread."""
+    """All requests' spans. `begin`, `expect` and `fail` are for the caller's thread.
 
-    def __init__(self, tracer: Tracer) -> None:
+    `parent_of` gives the open span that a traceparent names, if it is one of this process.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        *,
+        parent_of: Callable[[str], Context | None] = lambda traceparent: None,
+    ) -> None:
         self._tracer = tracer
+        self._parent_of = parent_of
         self._by_num: dict[int, RequestSpan] = {}
         self._ended_contexts: dict[int, SpanContext] = {}
         self._prefilling: dict[int, RequestSpan] = {}
@@ -137,7 +148,9 @@ class RequestSpans:
         """Open a request's span: below the traceparent, else below the caller's current span."""
         parent: Context = context_api.get_current()
         if traceparent is not None:
-            parent = _PROPAGATOR.extract({"traceparent": traceparent}, Context())
+            parent = self._parent_of(traceparent) or _PROPAGATOR.extract(
+                {"traceparent": traceparent}, Context()
+            )
         offset_ns = wall_offset_ns()
         span = self._tracer.start_span(
             f"{attributes[names.OPERATION_NAME]} {attributes[names.REQUEST_MODEL]}",

@@ -19,11 +19,14 @@ from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.trace import Tracer
 
 from instrumentation.config import ObservabilityConfig
+from instrumentation.histogram_buckets import parse_buckets
 from instrumentation.metric_types import Metric
 from instrumentation.otel import attributes as names
 from instrumentation.otel.exporting import BoundedProcessor, GuardedExporter
 from instrumentation.otel.health import ExportHealth, capture_exporter_logs
+from instrumentation.otel.http_spans import HttpSpan, HttpSpans
 from instrumentation.otel.metrics_export import MetricsExport
+from instrumentation.otel.operations import OperationLatencies
 from instrumentation.otel.provider import (
     make_metric_exporter,
     make_resource,
@@ -102,15 +105,19 @@ class Telemetry:
         self._tracer = None if tracers is None else tracers[0]
         self._requests: RequestSpans | None = None
         self._steps: StepSpans | None = None
+        self._http: HttpSpans | None = None
         if tracers is not None:
-            self._requests = RequestSpans(tracers[0])
+            self._http = HttpSpans(tracers[0])
+            self._requests = RequestSpans(tracers[0], parent_of=self._http.context_of)
             self._steps = StepSpans(
                 tracers[1],
                 self._requests.context_of,
                 mode=self._step_mode,
             )
         self._metrics: MetricsExport | None = None
+        self._latencies: OperationLatencies | None = None
         if metric_exporter is not None and collect is not None:
+            self._latencies = OperationLatencies(parse_buckets(config.custom_histogram_buckets))
             self._metrics = MetricsExport(
                 metric_exporter,
                 collect,
@@ -118,6 +125,7 @@ class Telemetry:
                 health=self._metric_health,
                 interval_s=_interval_s(),
                 model=model,
+                latencies=self._latencies,
             )
         self._inbox: deque[Callable[[], None] | _Message] = deque()
         self._wake = threading.Event()
@@ -169,6 +177,34 @@ class Telemetry:
         num_drops = self._num_inbox_drops + (0 if self._steps is None else self._steps.num_drops)
         return num_drops + self._trace_health.num_drops + self._metric_health.num_drops
 
+    def begin_http(
+        self,
+        name: str,
+        attributes: Mapping[str, Any],
+        *,
+        begin_ns: int,
+        traceparent: str | None = None,
+        tracestate: str | None = None,
+    ) -> HttpSpan | None:
+        """Open the span of an HTTP exchange; None where spans go nowhere."""
+        if self._http is None or self._closed:
+            return None
+        return self._http.begin(
+            name,
+            attributes,
+            begin_ns=begin_ns,
+            traceparent=traceparent,
+            tracestate=tracestate,
+        )
+
+    def end_http(
+        self, exchange: HttpSpan, attributes: Mapping[str, Any], *, end_ns: int, error: str | None
+    ) -> None:
+        """End it; `error` is what failed on our side."""
+        http = self._http
+        assert http is not None
+        self._put(lambda: http.end(exchange, attributes, end_ns=end_ns, error=error))
+
     def begin_request(
         self,
         attributes: Mapping[str, Any],
@@ -217,6 +253,16 @@ class Telemetry:
             if not timelines:
                 return
         self._put(_Message(step, worker, tuple(timelines)))
+
+    def count_first_token(self, timeline: RequestTimeline, operation: str) -> None:
+        """A request of an operation has got its first token."""
+        if self._latencies is not None:
+            self._latencies.observe_first_token(timeline, operation)
+
+    def count_end(self, timeline: RequestTimeline, operation: str) -> None:
+        """A request of an operation has ended."""
+        if self._latencies is not None:
+            self._latencies.observe_end(timeline, operation)
 
     def started(self, phases: Iterable[StartupPhaseTimes]) -> None:
         """Start-up is over; write its trace."""
@@ -267,6 +313,8 @@ class Telemetry:
             self._steps.drop_waiting()
         if self._requests is not None:
             self._requests.fail_all("shutdown", "the engine was shut down")
+        if self._http is not None:
+            self._http.end_all("shutdown", end_ns=time.monotonic_ns())
         if self._processor is not None:
             self._processor.shutdown()  # may block; `close` does not wait for ever
 

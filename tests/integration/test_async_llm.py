@@ -6,8 +6,10 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from engine import (
     SamplingParams,
     SamplingParamsError,
 )
+from engine.frontend.input_processor import ProcessedParams
 from tests.integration.conftest import SMALL
 from tests.integration.reference import varied_text
 from tests.integration.scripts import is_running
@@ -296,3 +299,174 @@ def test_chat_is_generate_behind_the_template(text_llama: Path) -> None:
     chat, plain = on_loop(run)
     assert chat.prompt_token_ids == plain.prompt_token_ids
     assert chat.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_an_engine_that_is_idle_after_aborts_says_so(text_llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            streams = [await llm.submit("Once upon a time", LONG) for _ in range(3)]
+            await asyncio.gather(*[anext(stream) for stream in streams])
+
+            def level(name: str, **labels: str) -> float:
+                (value,) = [
+                    m.value
+                    for m in llm.get_metrics()
+                    if m.name == f"isinglass_{name}" and labels.items() <= m.labels.items()
+                ]
+                return value
+
+            assert level("requests_running") > 0
+            for stream in streams:
+                stream.close()
+            deadline = time.monotonic() + 5
+            while level("requests_running") or level("kv_blocks", state="used"):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+            cached = level("kv_blocks", state="cached_free")
+            assert cached > 0
+            assert await llm.reset_prefix_cache()
+
+    on_loop(run)
+
+
+def test_an_id_is_in_use_until_its_last_output_has_been_read(text_llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            few = SamplingParams(temperature=0, max_tokens=2, output_kind=FINAL_ONLY)
+            stalled = await llm.submit("Once", few, "mine")
+            while "mine" in llm.llm_engine.output_processor:
+                await asyncio.sleep(0.01)
+            assert llm.has_request("mine")
+            with pytest.raises(PromptError, match="unfinished"):
+                await llm.submit("Once", few, "mine")
+            assert (await anext(stalled)).finished
+            assert not llm.has_request("mine")
+            # Two that come at the same time, and are tokenized beside the loop.
+            both = await asyncio.gather(
+                *[llm.submit("long " * 500, few, "mine") for _ in range(2)], return_exceptions=True
+            )
+            (error,) = [one for one in both if isinstance(one, Exception)]
+            assert isinstance(error, PromptError)
+            (stream,) = [one for one in both if not isinstance(one, BaseException)]
+            assert (await anext(stream)).finished
+            assert llm.num_unfinished == 0
+            (refused,) = [
+                m.value
+                for m in llm.get_metrics()
+                if m.name == "isinglass_requests_rejected_total"
+                and m.labels["error"] == "PromptError"
+            ]
+            assert refused == 2
+
+    on_loop(run)
+
+
+def test_texts_that_are_long_in_sum_leave_the_loop_together(text_llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            processor = llm.llm_engine.input_processor
+            threads: list[str] = []
+            process = processor.process_prompt
+
+            def recorded(prompt: Any, params: SamplingParams) -> Any:
+                threads.append(threading.current_thread().name)
+                return process(prompt, params)
+
+            processor.process_prompt = recorded  # type: ignore[method-assign]
+            short: list[Any] = ["Once upon a time", [1, 2, 3], {"prompt": "Once"}]
+            for prompts, is_beside in (
+                (short, False),
+                (["a" * 1500], False),
+                (["a" * 1500] * 2, True),
+                ([{"prompt": "a" * 1500}, {"prompt_token_ids": [1] * 4000}], True),
+                ([{"prompt": "a" * 9000, "prompt_token_ids": [1, 2]}], False),
+            ):
+                threads.clear()
+                made = await llm.process_prompts(prompts, SamplingParams())
+                assert len(made) == len(threads) == len(prompts)
+                assert {name.startswith("tokenizer") for name in threads} == {is_beside}
+            # What has been processed is not processed again.
+            own = ProcessedParams(processor.process_params(SamplingParams(max_tokens=1)))
+            processor.process_params = None  # type: ignore[assignment, method-assign]
+            threads.clear()
+            stream = await llm.submit(made[0], own)
+            assert [output.finished async for output in stream][-1]
+            assert not threads
+
+    on_loop(run)
+
+
+def test_a_loop_whose_threads_are_all_busy_can_be_left(text_llama: Path) -> None:
+    async def run() -> None:
+        busy = threading.Event()
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        llm = AsyncLLM(text_llama, **SMALL)
+        assert (llm.run_dir, llm.observer) == (None, None)
+        with pytest.raises(IsinglassError, match="has not started"):
+            llm.get_metrics()
+        await llm.start()
+        try:
+            held = loop.run_in_executor(None, busy.wait, 60)
+            assert await llm.reset_prefix_cache()
+            assert await llm.with_texts(threading.current_thread, "a" * 5000) is not (
+                threading.current_thread()
+            )
+            await llm.shutdown()
+        finally:
+            busy.set()
+        await held
+        assert not is_running(llm.llm_engine.engine_core.core_pid)
+        with pytest.raises(EngineDeadError):
+            await llm.submit("a" * 5000)
+
+    on_loop(run)
+
+
+def test_a_death_while_a_prompt_is_tokenized_leaves_no_stream_behind(text_llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            is_dead = threading.Event()
+            processor = llm.llm_engine.input_processor
+            process = processor.process_prompt
+
+            def slow(prompt: Any, params: SamplingParams) -> Any:
+                assert is_dead.wait(30)
+                return process(prompt, params)
+
+            processor.process_prompt = slow  # type: ignore[method-assign]
+            submitting = asyncio.create_task(llm.submit("a" * 5000, LONG, "late"))
+            await asyncio.sleep(0)
+            os.kill(llm.llm_engine.engine_core.core_pid, signal.SIGKILL)
+            death = await llm.wait_for_death()
+            is_dead.set()
+            with pytest.raises(EngineDeadError) as caught:
+                await submitting
+            assert caught.value is death
+            assert llm.num_unfinished == 0
+            assert not llm.has_request("late")
+
+    on_loop(run)
+
+
+def test_an_output_handler_that_fails_leaves_no_work_in_the_core(text_llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(text_llama, **SMALL) as llm:
+            streams = [await llm.submit("Once", LONG) for _ in range(2)]
+            await asyncio.gather(*map(anext, streams))
+
+            def take(message: Any) -> Any:
+                raise RuntimeError("a bug")
+
+            llm.llm_engine.take = take  # type: ignore[method-assign]
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match="a bug"):
+                    async for _ in stream:
+                        pass
+            assert not llm.is_running
+            deadline = time.monotonic() + 10
+            while not await llm.reset_prefix_cache():  # as long as requests hold blocks
+                assert time.monotonic() < deadline, "the core goes on for nobody"
+                await asyncio.sleep(0.02)
+
+    on_loop(run)

@@ -19,6 +19,7 @@ LAYERS = (
     ("models",),
     ("layers",),
     ("attention",),
+    ("native",),
     ("checkpoint", "types", "config", "resolve", "errors", "log", "version"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -36,13 +37,20 @@ ENTRY_POINT_MODULES = {
     "instrumentation.otel.telemetry",
     "instrumentation.otel.attributes",
     "instrumentation.otel.request_spans",
+    "instrumentation.otel.http_spans",
+    "instrumentation.server_metrics",
+    "instrumentation.engine_metrics",
+    "instrumentation.metric_info",
+    "instrumentation.metric_merge",
+    "instrumentation.names",
+    "instrumentation.journal",
     "instrumentation.otel.startup_spans",
     "instrumentation.hooks.folder",
     "instrumentation.hooks.registry",
 }
 """What may be imported of instrumentation besides its root, and by whom."""
 ENTRY_POINTS = ("api/", "config.py", "frontend/observer.py", "transport/inproc_client.py")
-ENTRY_POINTS += ("core/engine_core_proc.py", "frontend/request_tracer.py")
+ENTRY_POINTS += ("core/engine_core_proc.py", "frontend/request_tracer.py", "server/")
 # The client that runs the core in the caller's process stands for the process boundary.
 MODEL_LIBRARIES = {"torch", "transformers"}
 CALLER_LAYERS = {

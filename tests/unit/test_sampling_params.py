@@ -29,14 +29,15 @@ REJECTED = [
     ("frequency_penalty", -2.1, r"\[-2, 2\]"),
     ("repetition_penalty", 0.0, "above 0"),
     ("repetition_penalty", -1.0, "above 0"),
-    ("repetition_penalty", math.inf, "finite"),
-    ("temperature", -0.1, "at least 0"),
-    ("temperature", math.nan, "finite"),
-    ("temperature", math.inf, "finite"),
+    ("repetition_penalty", math.inf, "1e30"),
+    ("temperature", -0.1, r"\[0, 1e30\]"),
+    ("temperature", 1e39, r"\[0, 1e30\]"),
+    ("temperature", math.nan, "1e30"),
+    ("temperature", math.inf, "1e30"),
     ("temperature", "hot", "number"),
     ("temperature", True, "number"),
     ("temperature", None, "number"),
-    ("temperature", 10**400, "finite"),
+    ("temperature", 10**400, "1e30"),
     ("top_p", 0.0, r"\(0, 1\]"),
     ("top_p", 1.01, r"\(0, 1\]"),
     ("top_p", math.nan, r"\(0, 1\]"),
@@ -251,6 +252,7 @@ def full_params() -> SamplingParams:
         output_kind=RequestOutputKind.DELTA,
         extra_args={"deep": {"list": [1, "two", None, 2.5]}},
         truncate_prompt_tokens=9,
+        structured_outputs={"regex": "[ab]+"},
     )
 
 
@@ -353,3 +355,24 @@ def test_generation_config_gives_defaults():
     assert params == SamplingParams(
         temperature=0.6, top_k=20, max_tokens=77, repetition_penalty=1.1
     )
+
+
+@pytest.mark.parametrize("bad", [True, 1.0, "1", None, -1, 2**31])
+def test_one_wrong_id_in_a_long_list_is_found(bad):
+    token_ids = list(range(1000))
+    with pytest.raises(SamplingParamsError, match="allowed_token_ids must be a list of token ids"):
+        SamplingParams(allowed_token_ids=[*token_ids, bad])
+
+
+def test_a_list_as_long_as_a_vocabulary_is_not_gone_through_in_python(monkeypatch):
+    token_ids = list(range(50_000, 0, -1)) * 2
+
+    def one_by_one(name, *arguments):
+        raise AssertionError(f"{name} was checked one by one")
+
+    monkeypatch.setattr("engine.types.sampling_checks.checked_integer", one_by_one)
+    params = SamplingParams(allowed_token_ids=token_ids)
+    assert params.allowed_token_ids == token_ids[:50_000]
+    copy = params.clone()
+    copy.allowed_token_ids.append(7)
+    assert params.allowed_token_ids == token_ids[:50_000]

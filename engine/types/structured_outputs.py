@@ -1,0 +1,227 @@
+"""The form that an output must have: a JSON schema, a regular expression, a choice, a grammar.
+
+Knows what can be checked without a grammar library: types, sizes, that JSON is JSON. Whether a
+schema, an expression or a grammar can be compiled is found where it is compiled, in
+`engine.frontend.grammar_process`.
+"""
+
+import json as json_text
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, NoReturn
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from engine.errors import SamplingParamsError
+from engine.types.json_schema import unenforced
+from engine.types.sampling_checks import NamedArguments, encodable, short
+
+MAX_BYTES: Final = 256 * 1024
+"""Longest schema, expression, grammar, or choice in all, as UTF-8."""
+MAX_NESTING: Final = 64
+"""How deep JSON may be nested."""
+MAX_CHOICES: Final = 4096
+
+KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""The constraints; a request has exactly one."""
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=NamedArguments
+):
+    """The one constraint of a request's output.
+
+    Field names are vLLM's. Construction checks what it can and raises `SamplingParamsError`.
+    """
+
+    NOUN: ClassVar[str] = "structured output"
+    EXAMPLE: ClassVar[str] = 'json={"type": "object"}'
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema: a dictionary, its text, or a class with `model_json_schema` (pydantic); the
+    text after construction."""
+    regex: str | None = None
+    """An expression that the whole output matches."""
+    choice: list[str] | None = None
+    """The output is one of these."""
+    grammar: str | None = None
+    """A grammar in EBNF (GBNF's form), whose rule `root` the whole output matches."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text with constrained parts between tags, as xgrammar describes it; the JSON text after
+    construction."""
+    disable_any_whitespace: bool = False
+    """JSON with a space behind colons and commas and no other whitespace between its parts."""
+
+    def __post_init__(self) -> None:
+        """Normalise and check every field.
+
+        Raises:
+            SamplingParamsError: not exactly one constraint, or one that cannot be right.
+        """
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            _reject("json_object", self.json_object, "True or False")
+        if not isinstance(self.disable_any_whitespace, bool):
+            _reject("disable_any_whitespace", self.disable_any_whitespace, "True or False")
+        self._check_count()
+        for name, remedy in (
+            ("json", 'such as {"type": "object", "properties": {…}}'),
+            ("structural_tag", 'such as {"type": "structural_tag", "format": {…}}'),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                force_setattr(self, name, _checked_object(name, value, remedy))
+        if self.regex is not None:
+            _check_text("regex", self.regex, "a regular expression that is not empty")
+        if self.grammar is not None:
+            _check_text("grammar", self.grammar, "an EBNF grammar that is not empty")
+            if "::=" not in self.grammar:
+                _reject("grammar", self.grammar, 'EBNF with a rule called root (root ::= "yes")')
+        if self.choice is not None:
+            force_setattr(self, "choice", _checked_choice(self.choice))
+        if self.disable_any_whitespace and self.kind not in ("json", "json_object"):
+            raise SamplingParamsError(
+                f"disable_any_whitespace is for json and json_object; leave it out of {self.kind}."
+            )
+
+    @classmethod
+    def from_any(cls, value: object) -> "StructuredOutputsParams":
+        """The value itself, or made of a dictionary of fields.
+
+        Raises:
+            SamplingParamsError: it is neither, or a field is wrong.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return cls(**value)
+        raise SamplingParamsError(
+            "structured_outputs must be StructuredOutputsParams, a dictionary of its fields "
+            f"({', '.join(KINDS)}) or None, got {short(value)}."
+        )
+
+    @property
+    def kind(self) -> str:
+        """Which constraint it is, one of `KINDS`."""
+        return next(name for name in KINDS if _is_given(getattr(self, name)))
+
+    @property
+    def key(self) -> tuple[str, str, bool]:
+        """The constraint as one hashable value: kind, text, disable_any_whitespace."""
+        value = getattr(self, self.kind)
+        text = value if isinstance(value, str) else json_text.dumps(value, ensure_ascii=False)
+        return self.kind, text, self.disable_any_whitespace
+
+    def _check_count(self) -> None:
+        given = [name for name in KINDS if _is_given(getattr(self, name))]
+        if len(given) != 1:
+            raise SamplingParamsError(
+                f"structured_outputs needs exactly one of {', '.join(KINDS)}, got "
+                f"{' and '.join(given) or 'none'}."
+            )
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def _reject(name: str, value: object, allowed: str) -> NoReturn:
+    raise SamplingParamsError(f"structured_outputs.{name} must be {allowed}, got {short(value)}.")
+
+
+def _check_text(name: str, value: object, allowed: str) -> None:
+    if not isinstance(value, str) or not value:
+        _reject(name, value, allowed)
+    if not encodable(value):
+        _reject(name, value, "text without lone surrogates")
+    num_bytes = len(value.encode())
+    if num_bytes > MAX_BYTES:
+        raise SamplingParamsError(
+            f"structured_outputs.{name} must be at most {MAX_BYTES} bytes long, got {num_bytes}."
+        )
+
+
+def _checked_object(name: str, value: object, remedy: str) -> str:
+    """The text of a JSON object that was given as text, dictionary or pydantic class."""
+    allowed = f"a JSON object, {remedy}, or its text"
+    describe = getattr(value, "model_json_schema", None)
+    if callable(describe):
+        try:
+            value = describe()
+        except Exception as error:  # somebody else's code
+            raise SamplingParamsError(
+                f"structured_outputs.{name}: {short(value)} gave no schema: {error}"
+            ) from error
+    if isinstance(value, dict):
+        _check_nesting(name, value)  # before the encoder recurses
+        _check_demands(name, value)
+        try:
+            value = json_text.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise SamplingParamsError(
+                f"structured_outputs.{name} must be {allowed}: {error}."
+            ) from error
+        _check_text(name, value, allowed)
+        return value
+    _check_text(name, value, allowed)
+    assert isinstance(value, str)
+    try:
+        parsed = json_text.loads(value, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise SamplingParamsError(
+            f"structured_outputs.{name} must be {allowed}; it is no JSON: {error}."
+        ) from error
+    if not isinstance(parsed, dict):
+        _reject(name, value, allowed)
+    _check_nesting(name, parsed)
+    _check_demands(name, parsed)
+    return value
+
+
+def _check_demands(name: str, schema: dict[str, Any]) -> None:
+    """Refuse a schema of which a part would be ignored."""
+    if name == "json" and (demand := unenforced(schema)) is not None:
+        raise SamplingParamsError(f"structured_outputs.json: {demand}.")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_nesting(name: str, value: object) -> None:
+    """Refuse what is nested deep, or holds itself; walks without recursion."""
+    level: list[object] = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            item
+            for one in level
+            if isinstance(one, dict | list | tuple)
+            for item in (one.values() if isinstance(one, dict) else one)
+            if isinstance(item, dict | list | tuple)
+        ]
+        if not level:
+            return
+        if len(level) > MAX_BYTES:
+            break  # it holds itself many times over, or is too long anyway
+    raise SamplingParamsError(
+        f"structured_outputs.{name} must not be nested deeper than {MAX_NESTING} levels."
+    )
+
+
+def _checked_choice(value: object) -> list[str]:
+    """The distinct choices, in their order."""
+    allowed = f"a list of 1 to {MAX_CHOICES} strings that are not empty"
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, list | tuple | set):
+        _reject("choice", value, allowed)
+    if not value or len(value) > MAX_CHOICES:
+        _reject("choice", value, allowed)
+    for item in value:
+        _check_text("choice", item, allowed)
+    choices = list(dict.fromkeys(value))
+    num_bytes = sum(len(item.encode()) for item in choices)
+    if num_bytes > MAX_BYTES:
+        raise SamplingParamsError(
+            f"structured_outputs.choice must be at most {MAX_BYTES} bytes in all, got {num_bytes}."
+        )
+    return choices

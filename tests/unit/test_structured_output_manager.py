@@ -1,0 +1,469 @@
+"""Grammars for requests: shared, kept, refused, given up; and how far each output has got."""
+
+import queue
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from engine.core import grammar_compiler
+from engine.core.grammar import Grammar, bits_of, end_mask_of
+from engine.core.grammar_compiler import Compiled, GrammarCompiler, GrammarKey
+from engine.core.request import Request, RequestStatus
+from engine.core.structured_output import StructuredOutputManager
+from engine.types.grammar_messages import MatchTime, Verdict, Vocabulary
+from engine.types.messages import ErrorKind
+from instrumentation import Event, GrammarOutcome
+from instrumentation.testing import Recorder
+from tests.fakes import make_request, sampling_params
+
+VOCAB_SIZE = 70
+END = 2
+
+
+class ScriptedMatcher:
+    """Matches one sequence of sets of tokens; an end token may come behind it."""
+
+    padding = 0
+    """Bits behind the vocabulary, which say nothing."""
+
+    def __init__(self, script: list[set[int]]) -> None:
+        self.script = script
+        self.position = 0
+        self.num_fills = 0
+        self.ended = False
+
+    def accept_token(self, token_id: int) -> bool:
+        if self.position == len(self.script):
+            self.ended = token_id == END
+            return self.ended
+        accepted = token_id in self.script[self.position]
+        self.position += accepted
+        return accepted
+
+    def fill_next_token_bitmask(self, mask: Any) -> bool:
+        self.num_fills += 1
+        rest = self.script[self.position :]
+        # A step that may be skipped has the end token among its tokens.
+        mask[0] = bits_of(sorted(rest[0]) if rest else [END], VOCAB_SIZE)
+        mask[0, -1] |= self.padding
+        return True
+
+    def is_completed(self) -> bool:
+        rest = self.script[self.position :]
+        return not rest or END in rest[0]
+
+    def is_terminated(self) -> bool:
+        return self.ended
+
+
+class FakeCompiler(GrammarCompiler):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__({}, timeout_s=1.0)
+        self.submitted: list[GrammarKey] = []
+        self.withdrawn: list[GrammarKey] = []
+        self.results: list[Compiled] = []
+
+    def submit(self, key: GrammarKey) -> None:
+        self.submitted.append(key)
+
+    def withdraw(self, key: GrammarKey) -> None:
+        self.withdrawn.append(key)
+
+    def take(self) -> list[Compiled]:
+        results, self.results = self.results, []
+        return results
+
+    def answer(
+        self, regex: str, outcome: GrammarOutcome = GrammarOutcome.COMPILED, **more: Any
+    ) -> None:
+        self.results.append(Compiled(key_of(regex), outcome, grammar=regex, **more))
+
+
+def key_of(regex: str) -> GrammarKey:
+    return ("regex", regex, False)
+
+
+def request(num: int, regex: str | None, **more: Any) -> Request:
+    form = None if regex is None else {"regex": regex}
+    params = sampling_params(structured_outputs=form, **more)
+    return make_request(f"r{num}", [1, 2, 3], num=num, params=params)
+
+
+def make_manager(*, cache_bytes: int = 100, obs: Any = None) -> tuple[Any, FakeCompiler]:
+    compiler = FakeCompiler()
+    manager = StructuredOutputManager(
+        compiler,
+        vocab_size=VOCAB_SIZE,
+        end_token_ids=[END],
+        cache_bytes=cache_bytes,
+        obs=obs or Recorder(),
+        make_matcher=lambda regex: ScriptedMatcher([{ord(letter) % 64} for letter in regex]),
+    )
+    return manager, compiler
+
+
+# -- the manager -----------------------------------------------------------------------------------
+
+
+def test_requests_without_a_constraint_are_left_alone() -> None:
+    manager, compiler = make_manager()
+    free = request(0, None)
+    manager.begin(free)
+    assert (free.grammar, free.status) == (None, RequestStatus.WAITING)
+    assert not manager.has_pending
+    assert manager.totals is None
+    assert compiler.submitted == []
+
+
+def test_a_constraint_is_compiled_once_for_all_that_wait_and_kept() -> None:
+    manager, compiler = make_manager()
+    first, second, other = request(0, "a"), request(1, "a"), request(2, "b")
+    for one in (first, second, other):
+        manager.begin(one)
+        assert one.status is RequestStatus.WAITING_FOR_GRAMMAR
+    assert compiler.submitted == [key_of("a"), key_of("b")]
+    assert manager.take() == []
+    compiler.answer("a", num_bytes=40, duration_ns=7)
+    assert manager.take() == [(first, None), (second, None)]
+    assert first.grammar is not None
+    assert first.grammar is not second.grammar, "each output has its own place in the grammar"
+    later = request(3, "a")
+    manager.begin(later)
+    assert later.grammar is not None
+    assert later.status is RequestStatus.WAITING
+    assert manager.has_pending, "the other one still waits"
+    totals = manager.totals
+    assert (totals.num_hits, totals.num_misses, totals.compile_ns) == (1, 3, 7)
+    assert (totals.num_cached, totals.num_bytes_cached) == (1, 40)
+
+
+def test_the_cache_forgets_what_was_used_longest_ago() -> None:
+    manager, compiler = make_manager(cache_bytes=100)
+
+    def use(regex: str, num_bytes: int = 40) -> bool:
+        """Whether it had to be compiled."""
+        before = len(compiler.submitted)
+        manager.begin(request(len(compiler.submitted) + 100, regex))
+        if len(compiler.submitted) == before:
+            return False
+        compiler.answer(regex, num_bytes=num_bytes)
+        ((_, failure),) = manager.take()
+        assert failure is None
+        return True
+
+    assert use("a")
+    assert use("b")
+    assert not use("a")
+    assert use("c")  # b goes
+    assert not use("a")
+    assert use("b")
+    assert use("huge", num_bytes=101), "it serves its request"
+    assert use("huge", num_bytes=101), "but is not kept"
+    assert manager.totals.num_bytes_cached <= 100
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind", "is_kept"),
+    [
+        (GrammarOutcome.INVALID, ErrorKind.INPUT, True),
+        (GrammarOutcome.TIMED_OUT, ErrorKind.INPUT, True),
+        (GrammarOutcome.CRASHED, ErrorKind.INPUT, True),
+        (GrammarOutcome.UNAVAILABLE, ErrorKind.ENGINE, False),
+    ],
+)
+def test_a_failure_is_told_to_those_who_wait_and_to_later_ones(
+    outcome: GrammarOutcome, kind: ErrorKind, is_kept: bool
+) -> None:
+    recorder = Recorder()
+    manager, compiler = make_manager(obs=recorder)
+    first, second = request(0, "("), request(1, "(")
+    manager.begin(first)
+    manager.begin(second)
+    compiler.answer("(", outcome, error="no good", duration_ns=5)
+    told = manager.take()
+    assert [one for one, _ in told] == [first, second]
+    for _, failure in told:
+        assert failure.kind is kind
+        assert failure.error == "structured_outputs.regex cannot be used: no good"
+    (event,) = [event for event in recorder.events if event.kind is Event.GRAMMAR_FAILED]
+    assert (event.request_id, event.value) == ("r0", 5)
+    assert event.detail.startswith(outcome.label)
+    assert manager.totals.outcomes[outcome] == 1
+    later = request(2, "(")
+    manager.begin(later)
+    assert (len(compiler.submitted) == 1) is is_kept, "a bad constraint must not cost time again"
+    assert manager.has_pending
+    assert bool(manager.take()) is is_kept
+
+
+def test_who_is_aborted_while_waiting_hears_nothing_more() -> None:
+    manager, compiler = make_manager()
+    first, second = request(0, "a"), request(1, "a")
+    for one in (first, second):
+        manager.begin(one)
+    first.status = RequestStatus.FINISHED
+    manager.forget(first)
+    assert compiler.withdrawn == []
+    second.status = RequestStatus.FINISHED
+    manager.forget(second)
+    assert compiler.withdrawn == [key_of("a")], "nobody wants it any more"
+    assert not manager.has_pending
+    third = request(2, "a")
+    manager.begin(third)
+    assert compiler.submitted == [key_of("a")] * 2
+    compiler.answer("a")
+    assert manager.take() == [(third, None)]
+
+
+def test_a_steps_bitmask_has_a_row_for_each_request_that_is_still_there() -> None:
+    manager, compiler = make_manager()
+    requests = [request(num, regex) for num, regex in enumerate(("ab", "cd"))]
+    for one, regex in zip(requests, ("ab", "cd"), strict=True):
+        manager.begin(one)
+        compiler.answer(regex)
+    manager.take()
+    output = manager.grammar_output([requests[0], None, requests[1]])
+    assert output.req_ids == ["r0", "r1"]
+    expected = [bits_of([ord(letter) % 64], VOCAB_SIZE) for letter in "ac"]
+    np.testing.assert_array_equal(output.bitmask, expected)
+    assert manager.grammar_output([None, None]) is None
+
+
+# -- one output's way ------------------------------------------------------------------------------
+
+
+def make_grammar(script: list[set[int]], **more: Any) -> tuple[Grammar, ScriptedMatcher]:
+    matcher = ScriptedMatcher(script)
+    return Grammar(matcher, end_mask_of([END], VOCAB_SIZE), **more), matcher
+
+
+def mask_of(grammar: Grammar) -> set[int]:
+    row = np.zeros(3, dtype=np.int32)
+    grammar.write_mask(row)
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def test_it_is_over_when_only_an_end_may_come() -> None:
+    grammar, matcher = make_grammar([{5}, {6, END}, {7}])
+    assert mask_of(grammar) == {5}
+    assert not grammar.is_over
+    assert grammar.accept([5]) is None
+    assert not grammar.is_over, "it may end here, and may go on"
+    assert mask_of(grammar) == {6, END}
+    assert matcher.num_fills == 2, "the mask that was made to find out serves the step"
+    assert grammar.accept([6, 7]) is None
+    assert grammar.is_over
+    assert mask_of(grammar) == {END}
+
+
+def test_with_ignore_eos_no_end_is_allowed_while_something_else_is() -> None:
+    grammar, _ = make_grammar([{5}, {6, END}], ignore_eos=True)
+    grammar.accept([5])
+    assert mask_of(grammar) == {6}
+    grammar.accept([6])
+    assert grammar.is_over
+    assert mask_of(grammar) == {END}
+
+
+def test_bits_behind_the_vocabulary_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedMatcher, "padding", -1 << (VOCAB_SIZE % 32))
+    grammar, _ = make_grammar([{5}])
+    grammar.accept([5])
+    assert grammar.is_over
+
+
+@pytest.mark.parametrize("name", ["accept_token", "fill_next_token_bitmask"])
+def test_what_the_library_raises_ends_this_request_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ScriptedMatcher, argument: Any) -> bool:
+        raise RuntimeError("inside")
+
+    monkeypatch.setattr(ScriptedMatcher, name, fail)
+    grammar, _ = make_grammar([{5}, {6}])
+    allowed = mask_of(grammar)
+    assert allowed == ({5} if name == "accept_token" else set())
+    assert "failed: inside" in str(grammar.accept([9 if not allowed else 5]))
+
+
+def test_an_end_token_ends_it() -> None:
+    grammar, matcher = make_grammar([{5}])
+    grammar.accept([5])
+    matcher.accept_token(END)
+    assert grammar.is_over
+
+
+def test_a_token_that_is_not_allowed_is_reported() -> None:
+    grammar, _ = make_grammar([{5}])
+    assert "token 9 was sampled" in str(grammar.accept([9]))
+
+
+def test_a_grammar_that_takes_too_long_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar, _ = make_grammar([{5}] * 9)
+    monkeypatch.setattr(MatchTime, "is_too_long", property(lambda self: True))
+    assert "too many ways" in str(grammar.accept([5]))
+
+
+# -- the compiler, with a process that is none -----------------------------------------------------
+
+
+class FakeProcess:
+    """Stands for the other process; what a text says is what happens to it."""
+
+    started: ClassVar[list["FakeProcess"]] = []
+    vocabulary = Vocabulary(info="{}")
+    pid = 1
+
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        self.is_dead = False
+        FakeProcess.started.append(self)
+
+    def ask(self, key: GrammarKey, timeout_s: float) -> Verdict:
+        assert not self.is_dead
+        if key[1] == "slow":
+            raise TimeoutError
+        if key[1] == "crash" or (key[1] == "crash once" and len(FakeProcess.started) == 1):
+            raise EOFError
+        return Verdict("no good" if key[1] == "bad" else "", 1, 10)
+
+    def interrupt(self) -> None:
+        self.is_dead = True
+
+    kill = interrupt
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
+    FakeProcess.started = []
+    monkeypatch.setattr(grammar_compiler, "VettingProcess", FakeProcess)
+    monkeypatch.setattr(
+        grammar_compiler, "compile_constraint", lambda compiler, kind, text, **more: text.upper()
+    )
+    made = GrammarCompiler({}, timeout_s=0.5)
+    made._compiler = object()
+    return made
+
+
+def results(compiler: GrammarCompiler, num: int) -> list[Compiled]:
+    found: list[Compiled] = []
+    for _ in range(100):
+        found += compiler.take()
+        if len(found) >= num:
+            return found
+        compiler.wait(0.1)
+    raise AssertionError(f"only {len(found)} of {num} results")
+
+
+def test_each_outcome_and_how_many_processes_it_costs(compiler: GrammarCompiler) -> None:
+    expected = [
+        ("good", GrammarOutcome.COMPILED, "", 1),
+        ("bad", GrammarOutcome.INVALID, "no good", 1),
+        ("slow", GrammarOutcome.TIMED_OUT, "longer than 0.5 s", 1),
+        ("good", GrammarOutcome.COMPILED, "", 2),
+        ("crash", GrammarOutcome.CRASHED, "crashed on it twice", 3),
+        ("good", GrammarOutcome.COMPILED, "", 4),
+    ]
+    for text, outcome, error, num_started in expected:
+        compiler.submit(key_of(text))
+        (result,) = results(compiler, 1)
+        assert result.key == key_of(text)
+        assert result.outcome is outcome
+        assert error in result.error
+        assert result.grammar == ("GOOD" if text == "good" else None)
+        assert len(FakeProcess.started) == num_started
+    assert [one.is_dead for one in FakeProcess.started] == [True, True, True, False]
+    compiler.close()
+    assert FakeProcess.started[-1].is_dead
+
+
+def test_a_process_killed_for_anothers_sake_is_started_again(compiler: GrammarCompiler) -> None:
+    compiler.submit(key_of("crash once"))
+    (result,) = results(compiler, 1)
+    assert result.outcome is GrammarOutcome.COMPILED
+    assert len(FakeProcess.started) == 2
+    compiler.close()
+
+
+def test_what_nobody_wants_is_not_compiled(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate: queue.SimpleQueue[None] = queue.SimpleQueue()
+    asked: list[str] = []
+
+    def ask(self: FakeProcess, key: GrammarKey, timeout_s: float) -> Verdict:
+        asked.append(key[1])
+        gate.get(timeout=5)
+        return Verdict()
+
+    monkeypatch.setattr(FakeProcess, "ask", ask)
+    for text in ("first", "unwanted", "last"):
+        compiler.submit(key_of(text))
+    compiler.withdraw(key_of("unwanted"))
+    for _ in range(2):
+        gate.put(None)
+    assert [one.key[1] for one in results(compiler, 2)] == ["first", "last"]
+    assert asked == ["first", "last"]
+    compiler.close()
+
+
+def test_an_unusable_tokenizer_is_the_engines_fault(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeProcess, "vocabulary", Vocabulary(failure="TokenizerError: none"))
+    compiler.submit(key_of("good"))
+    (result,) = results(compiler, 1)
+    assert result.outcome is GrammarOutcome.UNAVAILABLE
+    assert "structured outputs are not available: TokenizerError: none" in result.error
+    compiler.close()
+
+
+def test_what_is_withdrawn_too_late_is_not_remembered(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate: queue.SimpleQueue[None] = queue.SimpleQueue()
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask(self: FakeProcess, key: GrammarKey, timeout_s: float) -> Verdict:
+        asked.put(key[1])
+        gate.get(timeout=5)
+        return Verdict()
+
+    monkeypatch.setattr(FakeProcess, "ask", ask)
+    compiler.submit(key_of("begun"))
+    assert asked.get(timeout=5) == "begun"
+    compiler.withdraw(key_of("begun"))
+    gate.put(None)
+    assert len(results(compiler, 1)) == 1
+    compiler.withdraw(key_of("done"))
+    assert not compiler._not_begun
+    # One that is wanted again while its first asking still waits is compiled, and once.
+    for text in ("before", "again"):
+        compiler.submit(key_of(text))
+    compiler.withdraw(key_of("again"))
+    compiler.submit(key_of("again"))
+    compiler.submit(key_of("last"))
+    for _ in range(3):
+        gate.put(None)
+    assert [one.key[1] for one in results(compiler, 3)] == ["before", "again", "last"]
+    assert [asked.get_nowait() for _ in range(asked.qsize())] == ["before", "again", "last"]
+    assert not compiler._not_begun
+    compiler.close()
+
+
+def test_counts_are_made_anew_only_when_one_has_changed() -> None:
+    manager, compiler = make_manager()
+    manager.begin(request(0, "a"))
+    first = manager.totals
+    assert manager.totals is first
+    assert first.num_misses == 1
+    compiler.answer("a", num_bytes=7)
+    manager.take()
+    settled = manager.totals
+    assert (settled.num_cached, settled.num_bytes_cached) == (1, 7)
+    assert manager.totals is settled
+    manager.begin(request(1, "a"))
+    assert manager.totals.num_hits == 1
