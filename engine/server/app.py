@@ -6,8 +6,13 @@ gets to a route is in `engine.server.middleware`.
 
 from fastapi import FastAPI
 
-from engine.server import health
+from engine.server import chat, completions, control, debug, health, models, tokenization
+from engine.server.chat_templates import ChatTemplates
 from engine.server.errors import add_error_handlers
+from engine.server.live import routes as live
+from engine.server.metrics import add_metrics
+from engine.server.middleware import add_guards
+from engine.server.observe import observe
 from engine.server.state import ServerState
 from engine.version import __version__
 
@@ -23,6 +28,16 @@ def make_app(state: ServerState) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = state
+    app.state.chat_templates = ChatTemplates(state.config)
     add_error_handlers(app)
-    app.include_router(health.router)
+    observe(app, state)
+    add_guards(app, state)  # what is added last is passed first
+    for routes in (health, models, completions, chat, tokenization):
+        app.include_router(routes.router)
+    add_metrics(app, state)
+    if state.config.enable_debug_routes:
+        app.include_router(control.router)
+        app.include_router(debug.router)
+    if state.config.enable_live_page:
+        app.include_router(live.make_router(state))
     return app

@@ -1,17 +1,47 @@
 """`isinglass serve`: the server on the command line. Flags come from the settings' own fields."""
 
 import argparse
+import functools
+import os
 from dataclasses import fields
+from typing import Any
 
 from engine.api.cli_flags import add_engine_flags, add_fields, engine_arguments
 from engine.server.config import ServerConfig
+from engine.server.config_file import read_config_file
+
+_DESCRIPTION = """\
+Serve a model over an OpenAI-compatible HTTP API.
+
+It listens at once. /health says 503 until the engine is up, and requests get 503 with Retry-After;
+a line that begins with "ready:" then says what was decided. SIGTERM or Ctrl-C lets running requests
+end (--shutdown-timeout); a second signal ends everything at once.
+"""
 
 _EXAMPLES = """\
 examples:
-  isinglass serve
+  isinglass serve                                        the embedded model at 127.0.0.1:8000
   isinglass serve ./SmolLM2-1.7B-Instruct --port 9000 --max-model-len 4096
-  isinglass serve --config serve.yaml --api-key-file keys.txt
+  isinglass serve --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile c.pem --ssl-keyfile k.pem
+  isinglass serve --max-num-queued-reqs 64               refuse with 429 rather than let wait
+  isinglass serve --config serve.yaml --port 9000        flags win over the file
+
+exit codes: 0 ended by a signal; 1 the engine did not start, or died; 2 wrong usage; 130 or 143
+a second signal cut requests off.
 """
+
+_ENGINE_DEFAULTS = {"max_logprobs": 20}
+"""What a server has in place of the engine's own defaults: clients are not its owner."""
+
+_SECTIONS = {
+    "host": "server: where it listens",
+    "served_model_name": "server: how the model is presented",
+    "api_key": "server: who may use it",
+    "max_body_bytes": "server: what it refuses",
+    "shutdown_timeout": "server: how it ends",
+    "enable_debug_routes": "server: what it shows",
+}
+"""Title of each section of the help, by the first of its settings."""
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -19,22 +49,57 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "serve",
         help="serve a model over an OpenAI-compatible API",
-        description="Serve a model over an OpenAI-compatible HTTP API.",
+        usage="isinglass serve [MODEL] [--config FILE] [options]",
+        description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "model", nargs="?", default=None, help="folder, .gguf file or hub name; default: embedded"
     )
-    add_fields(parser.add_argument_group("server"), ServerConfig)
-    add_engine_flags(parser, skip=frozenset({"model"}))
-    parser.set_defaults(handler=run)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file of settings, one a line, under the names of these flags; flags win over it",
+    )
+    names = [spec.name for spec in fields(ServerConfig)]
+    starts = [names.index(name) for name in _SECTIONS]
+    for title, start, end in zip(
+        _SECTIONS.values(), starts, [*starts[1:], len(names)], strict=True
+    ):
+        others = frozenset(names) - set(names[start:end])
+        add_fields(parser.add_argument_group(title), ServerConfig, skip=others)
+    add_engine_flags(
+        parser, skip=frozenset({"model", "enable_multiprocessing"}), defaults=_ENGINE_DEFAULTS
+    )
+    # Seen in the help only: what is None here was not given, and the file may say something else.
+    parser.set_defaults(**dict.fromkeys(_ENGINE_DEFAULTS))
+    lists = {
+        action.dest: action.nargs == "+"
+        for action in parser._actions
+        if action.dest not in ("help", "config")
+    }
+    parser.set_defaults(handler=functools.partial(run, lists=lists))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, *, lists: dict[str, bool]) -> int:
     """Serve; returns the exit code."""
-    from engine.server.serve import run_server
+    _open_standard_streams()
+    from engine.server.serve import leave, run_server
 
-    given = {spec.name: getattr(arguments, spec.name) for spec in fields(ServerConfig)}
+    if arguments.config is not None:
+        for name, value in read_config_file(arguments.config, lists).items():
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, value)
+    given: dict[str, Any] = {
+        spec.name: getattr(arguments, spec.name) for spec in fields(ServerConfig)
+    }
     config = ServerConfig.from_kwargs(**{k: v for k, v in given.items() if v is not None})
-    return run_server(config, engine_arguments(arguments))
+    return leave(run_server(config, _ENGINE_DEFAULTS | engine_arguments(arguments)))
+
+
+def _open_standard_streams() -> None:
+    """Fill descriptors 0 to 2 where they are closed, lest a socket becomes somebody's output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)

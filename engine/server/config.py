@@ -26,6 +26,9 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option(
         (), "Names that requests may use for the model. Default: the model's own."
     )
+    trust_request_chat_template: bool = option(
+        False, "Let requests bring a chat template of their own, which then runs in a sandbox."
+    )
     chat_template: str | None = option(
         None, "Jinja file, or text, in place of the model's chat template."
     )
@@ -43,26 +46,49 @@ class ServerConfig:
         (), "Keys that clients must present (any of them); also ISINGLASS_API_KEY."
     )
     api_key_file: str | None = option(None, "File with one key a line.")
+    guard_metrics: bool = option(False, "Ask for the key at /metrics too.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
     allowed_methods: tuple[str, ...] = option(("*",), "Methods allowed to them.")
     allowed_headers: tuple[str, ...] = option(("*",), "Headers allowed to them.")
     allow_credentials: bool = option(False, "Allow them credentials.")
     ssl_keyfile: str | None = option(None, "TLS: file of the private key.")
     ssl_certfile: str | None = option(None, "TLS: file of the certificate chain.")
-    ssl_ca_certs: str | None = option(None, "TLS: file of the authorities that sign clients' own.")
+    ssl_ca_certs: str | None = option(
+        None, "TLS: file of authorities; clients must show a certificate that one of them signed."
+    )
     # Limits.
     max_body_bytes: int = option(
-        32 << 20, "Largest request body; a larger one gets 413.", minimum=1 << 10
+        4 << 20,
+        "Largest request body; a larger one gets 413. The event loop serves nobody else while it "
+        "reads one: some ten milliseconds for each MiB.",
+        minimum=1 << 10,
     )
     max_header_bytes: int = option(
         64 << 10, "Most bytes of a request's line and headers.", minimum=1 << 10
     )
+    max_connections: int | None = option(
+        None,
+        "Open connections of each frontend process; more get 503. Default: what the limit on open "
+        "files leaves.",
+        minimum=1,
+    )
+    timeout_read_s: float = option(
+        20.0,
+        "Seconds that a request's headers may take to arrive, and its body beyond one second for "
+        "each KiB of it.",
+        minimum=0.1,
+        maximum=3600.0,
+    )
     max_prompts: int = option(1024, "Most prompts in one request.", minimum=1)
     max_num_queued_reqs: int | None = option(
-        None, "Requests that may wait for the engine; more get 429.", minimum=0
+        None,
+        "Requests that may wait for the engine, of each frontend process; more get 429.",
+        minimum=1,
     )
     max_num_queued_tokens: int | None = option(
-        None, "Prompt tokens that may wait for the engine; more get 429.", minimum=0
+        None,
+        "Prompt tokens that may wait for the engine, of each frontend process; more get 429.",
+        minimum=1,
     )
     timeout_keep_alive_s: int = option(
         5, "Seconds that an idle connection is kept.", minimum=0, maximum=3600
@@ -92,9 +118,25 @@ class ServerConfig:
             ConfigError: names the field, its value and what is allowed.
         """
         for spec in fields(self):
-            check_setting(spec.name, getattr(self, spec.name), spec.type, spec.metadata)
+            value = getattr(self, spec.name)
+            check_setting(spec.name, value, spec.type, spec.metadata)
+            if isinstance(value, tuple) and not all(isinstance(one, str) for one in value):
+                raise ConfigError(f"{spec.name} must be text, got {list(value)!r}; quote it.")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile go together; give both or neither.")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile and ssl_keyfile.")
+        if self.uds is not None:
+            self._refuse(("host", "port"), "has no meaning beside uds; leave it out.")
+        if not self.allowed_origins:
+            cors = ("allowed_methods", "allowed_headers", "allow_credentials")
+            self._refuse(cors, "needs allowed_origins: no origin is allowed without.")
+
+    def _refuse(self, names: tuple[str, ...], why: str) -> None:
+        """Raise ConfigError if any of these is not as it is by default."""
+        for spec in fields(self):
+            if spec.name in names and getattr(self, spec.name) != spec.default:
+                raise ConfigError(f"{spec.name} {why}")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "ServerConfig":
@@ -103,4 +145,8 @@ class ServerConfig:
         Raises:
             ConfigError: a wrong setting.
         """
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()})
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in kwargs.items()
+        }
+        return cls(**settings)

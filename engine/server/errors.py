@@ -4,18 +4,34 @@ Knows HTTP statuses and the engine's error tree. What is not known is a 500 that
 the inside; the log says the rest.
 """
 
+import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from engine.errors import ConfigError, EngineDeadError, ModelError, ProfilerError, RequestError
+from engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    ModelError,
+    ProfilerError,
+    QueueFullError,
+    RequestError,
+)
 from engine.log import get_logger
 
 logger = get_logger(__name__)
+
+_KIND = re.compile(r"(?:str|int|float|bool|dict|list)\b")
+"""What pydantic puts behind a field's name to say which of several types it has tried."""
+
+CLIENT_LEFT_STATUS = 499
+"""What is recorded for a client that left before its answer; it does not get it any more."""
 
 TYPE_OF_STATUS = {
     400: "invalid_request_error",
@@ -23,12 +39,19 @@ TYPE_OF_STATUS = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     500: "server_error",
     503: "service_unavailable_error",
 }
+
+
+_CODE_OF_STATUS = {408: "request_timeout", 413: "request_too_large"}
+"""Codes of errors that come as Starlette's, which have none."""
 
 
 class ApiError(Exception):
@@ -63,7 +86,9 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": self.message,
-                "type": TYPE_OF_STATUS.get(self.status, "server_error"),
+                "type": TYPE_OF_STATUS.get(
+                    self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+                ),
                 "param": self.param,
                 "code": self.code,
             }
@@ -78,8 +103,11 @@ def as_api_error(error: Exception) -> ApiError:
     """What a client is told of an error, of whatever class."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, QueueFullError):
+        wait = {"Retry-After": str(error.retry_after_s)}
+        return ApiError(429, str(error), code="queue_full", headers=wait)
     if isinstance(error, RequestError | ConfigError | ProfilerError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=getattr(error, "param", None))
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine has died and cannot serve requests", code="engine_dead")
     if isinstance(error, ModelError):
@@ -96,12 +124,21 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def handle_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        return ApiError(
+            error.status_code,
+            str(error.detail),
+            code=_CODE_OF_STATUS.get(error.status_code),
+            headers=error.headers,
+        ).response()
 
     async def handle_validation(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         return validation_error(error).response()
 
+    async def handle_leaving(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_LEFT_STATUS)  # in the middle of its own request
+
+    app.add_exception_handler(ClientDisconnect, handle_leaving)
     app.add_exception_handler(HTTPException, handle_http)
     app.add_exception_handler(RequestValidationError, handle_validation)
     app.add_exception_handler(Exception, handle)
@@ -113,6 +150,10 @@ def validation_error(error: RequestValidationError) -> ApiError:
     """The first complaint about a body, with the field's name; nothing of what was sent."""
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    param = ".".join(place) or None
+    place = list(itertools.takewhile(lambda part: not _KIND.match(part), place))
+    param = ".".join(place)[:200] or None
     message = first["msg"].removeprefix("Value error, ")
+    contradicting = getattr(first.get("ctx", {}).get("error"), "field", None)
+    if contradicting is not None:  # a field that is wrong beside others: the message names it
+        return ApiError(400, message, param=contradicting)
     return ApiError(400, f"{param}: {message}" if param else message, param=param)

@@ -16,7 +16,8 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": phase.value}, status_code=200 if phase is Phase.READY else 503)
 
 
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/ping")
+@router.post("/ping")
 async def ping(request: Request) -> Response:
     """The same, under the name that SageMaker asks for."""
     return await health(request)

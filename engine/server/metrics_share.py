@@ -8,6 +8,7 @@ Knows files; knows no format of a scrape.
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,38 +41,50 @@ class MetricsShare:
     def __init__(self, directory: str, index: int, own: Callable[[], Sequence[Metric]]) -> None:
         self._own = own
         self._path = Path(directory) / f"metrics.{index:03}.{os.getpid()}"
+        self._lock = threading.Lock()
+        self._dead: set[str] = set()
+        self._ended: list[Metric] = []
+        """What all the dead had said together: their files do not change any more."""
 
     def snapshot(self) -> list[Metric]:
-        """All frontends' metrics as one, this one's as of now."""
-        living = {self._path.name: list(self._own())}
-        dead = []
+        """All frontends' metrics as one, this one's as of now.
+
+        What it shows of this frontend is written down first: should the process die before it does
+        so again, or another one answer the next scrape, no total must be seen to fall.
+        """
+        living = {self._path.name: self.write()}
         for path in sorted(self._path.parent.glob("metrics.*[0-9]")):
-            if path == self._path:
+            if path == self._path or path.name in self._dead:
                 continue
+            is_running = _is_running(int(path.suffix[1:]))  # before its last words are read
             snapshot = self._read(path)
-            if _is_running(int(path.suffix[1:])):
+            if is_running:
                 living[path.name] = snapshot
-            else:
-                dead.append(end_in_flight(snapshot))
-        return merge_snapshots([*(living[name] for name in sorted(living)), *dead])
+            elif snapshot:
+                self._dead.add(path.name)
+                self._ended = merge_snapshots([self._ended, end_in_flight(snapshot)])
+        return merge_snapshots([*(living[name] for name in sorted(living)), self._ended])
 
     async def publish(self) -> None:
         """Write this frontend's snapshot, again and again, and once more when cancelled."""
         try:
             while True:
-                self.write()
+                await asyncio.to_thread(self.write)
                 await asyncio.sleep(INTERVAL_S)
         finally:
             self.write()
 
-    def write(self) -> None:
-        """Write this frontend's snapshot, whole or not at all."""
+    def write(self) -> list[Metric]:
+        """Write this frontend's snapshot, whole or not at all, and return it."""
         new = self._path.with_name(f"{self._path.name}.new")
-        try:
-            new.write_bytes(encode_snapshot(self._own()))
-            new.replace(self._path)
-        except OSError as error:  # a full disk, or the owner has removed the folder
-            logger.debug("the metrics were not shared: %s", error)
+        with self._lock:  # by the loop's timer and by scrapes
+            snapshot = list(self._own())
+            try:
+                new.write_bytes(encode_snapshot(snapshot))
+                new.replace(self._path)
+            except OSError as error:  # a full disk, or the owner has removed the folder
+                logger.debug("the metrics were not shared: %s", error)
+        return snapshot
 
     @staticmethod
     def _read(path: Path) -> list[Metric]:
@@ -83,8 +96,9 @@ class MetricsShare:
 
 
 def _is_running(pid: int) -> bool:
+    """Whether a frontend of ours has that number; another user's process has taken it over."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     return True

@@ -1,28 +1,54 @@
-"""One server process from its first socket to its last request.
+"""The life of a server process, from its first socket to its last request.
+
+    STARTING ── engine is up ──▶ READY ── signal ──▶ STOPPING ── all answered, or time-out ──▶ end
+        └── signal, or the engine does not start ─────┐     └── second signal: at once ─────────┤
+                                  READY ── engine dies ──▶ DEAD ── running answers end ──────────┘
 
 Listens at once; the engine starts behind it. Knows signals and the order of the end: no more
-admissions, running requests to their end or the time-out, engine, process.
+admissions, running requests to their end or the time-out, engine, connections, process.
 """
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from engine.api.async_llm import AsyncLLM
 from engine.errors import ConfigError, IsinglassError
-from engine.log import get_logger
+from engine.log import configure, get_logger
+from engine.server.announce import announce
 from engine.server.app import make_app
+from engine.server.auth import load_api_keys
+from engine.server.chat_templates import ChatTemplates
 from engine.server.config import ServerConfig
+from engine.server.errors import ApiError
+from engine.server.http_protocol import ConnectionLimits, bounded_protocol
+from engine.server.listening import listening, raise_file_limit, tls_context
+from engine.server.metrics_share import MetricsShare
 from engine.server.state import Phase, ServerState
 
 logger = get_logger(__name__)
 
-_POLL_S = 0.05
+_POLL_S = 0.02
+_SAME_SIGNAL_S = 0.5
+_DEATH_LINGER_S = 2.0
+"""How long a server whose engine has died goes on to say so, and to show its metrics."""
+_FLUSH_S = 5.0
+"""How long answers that are complete, or failed, may take to reach their clients at the end."""
+_THREADS_S = 1.0
+"""How long threads get to end."""
+_CONNECTIONS_S = 2
+"""How long connections get to close, once everything has been answered."""
 
 
 class _Server(uvicorn.Server):
@@ -33,85 +59,286 @@ class _Server(uvicorn.Server):
         yield
 
 
+class StopSignals:
+    """SIGTERM, SIGINT and SIGHUP: the first asks for the end, a later one for it at once.
+
+    One that comes right behind the first is the same: what signals a group of processes often
+    signals its leader too, and a supervisor hands on what its children have got already.
+    """
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self.number = 0
+        """The last signal that counted."""
+        self._first_s = 0.0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, self._take, number)
+
+    def _take(self, number: signal.Signals) -> None:
+        now_s = time.monotonic()
+        if not self.first.is_set():
+            self.number, self._first_s = number, now_s
+            self.first.set()
+        elif now_s - self._first_s > _SAME_SIGNAL_S:
+            self.number = number
+            self.second.set()
+
+
 def run_server(config: ServerConfig, engine_arguments: dict[str, Any]) -> int:
     """Serve until a signal or the engine's death; returns the exit code.
+
+    0: ended by a signal (requests that were cut off at the time-out included), or after it where
+    the engine had died and keep_alive_on_engine_death is set. 1: the engine did not start, or
+    died. 128 and the signal's number: a second signal cut everything off.
 
     Raises:
         ConfigError: a wrong setting, or an address that cannot be listened at.
     """
-    engine = AsyncLLM(**engine_arguments)
-    listener = listen(config)
-    with uvicorn_loop() as runner:
-        return runner.run(_serve(ServerState(engine, config), listener))
+    engine = AsyncLLM(**engine_arguments)  # checks the settings, before anybody is let in
+    check_settings(config)
+    if config.api_server_count > 1 and engine.config.observability.metrics_port is not None:
+        raise ConfigError(
+            "metrics_port is one process's, and api_server_count is "
+            f"{config.api_server_count}; leave it out and scrape /metrics, which has the metrics "
+            "of all."
+        )
+    with listening(config) as listener:
+        if config.api_server_count > 1:
+            from engine.server.supervisor import Supervisor
+
+            with event_loop() as runner:
+                return runner.run(Supervisor(config, engine_arguments, listener).run())
+        return run_frontend(config, engine, listener)
 
 
-def uvicorn_loop() -> "asyncio.Runner":
+def check_settings(config: ServerConfig) -> None:
+    """Look at all that settings name, before a core is started for minutes.
+
+    Raises:
+        ConfigError: a file cannot be read, a parser is not known, or what asks for keys has none.
+    """
+    if not load_api_keys(config) and config.guard_metrics:
+        raise ConfigError("guard_metrics needs api_key or api_key_file: without keys all is open.")
+    tls_context(config)
+    ChatTemplates(config)
+
+
+def run_frontend(config: ServerConfig, engine: AsyncLLM, listener: socket.socket) -> int:
+    """Serve at a socket, with an engine that has not been started; see `run_server`."""
+    settings = engine.config
+    configure(
+        settings.process.log_level,
+        role="server" if engine.attachment is None else f"server {engine.attachment.client_index}",
+        own_process=False,
+        log_format=settings.observability.log_format,
+    )
+    state = ServerState(engine, config, load_api_keys(config))
+    with event_loop() as runner:
+        return runner.run(_Life(state, listener).run())
+
+
+class _Workers(ThreadPoolExecutor):
+    """The loop's threads, whose end nobody waits for: one of them may compute for ever."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
+def event_loop() -> "asyncio.Runner":
     """An event loop of uvloop's making."""
     import uvloop
 
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    def make_loop() -> asyncio.AbstractEventLoop:
+        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        loop.set_default_executor(_Workers(thread_name_prefix="worker"))
+        return loop
+
+    return asyncio.Runner(loop_factory=make_loop)
 
 
-def listen(config: ServerConfig) -> socket.socket:
-    """A listening socket.
+def leave(code: int) -> int:
+    """The exit code, for whoever ends the process next; ends it here where it would not end.
 
-    Raises:
-        ConfigError: the address is taken, or cannot be listened at.
+    The interpreter joins all threads, but none can be made to stop: a template or a text that a
+    client sent may keep one busy for hours.
     """
-    try:
-        if config.uds is not None:
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(config.uds)
-        else:
-            family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-            listener = socket.socket(family)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((config.host, config.port))
-        listener.listen(2048)
-    except OSError as error:
-        where = config.uds or f"{config.host}:{config.port}"
-        raise ConfigError(f"cannot listen at {where}: {error}") from error
-    return listener
-
-
-async def _serve(state: ServerState, listener: socket.socket) -> int:
-    config, engine = state.config, state.engine
-    server = _Server(
-        uvicorn.Config(
-            make_app(state),
-            http="httptools",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            root_path=config.root_path,
-            timeout_keep_alive=config.timeout_keep_alive_s,
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_certfile=config.ssl_certfile,
-            ssl_ca_certs=config.ssl_ca_certs,
-        )
-    )
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    code = 0
-    try:
-        await engine.start()
-        state.phase = Phase.READY
-        logger.info("ready at %s", listener.getsockname())
-        death = asyncio.create_task(engine.wait_for_death())
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait([death, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if death.done():
-            state.phase, code = Phase.DEAD, 1
-        else:
-            state.phase = Phase.STOPPING
-    except IsinglassError as error:
-        logger.error("the engine did not start: %s", error)
-        state.phase, code = Phase.DEAD, 1
-    finally:
-        await engine.shutdown()
-        server.should_exit = True
-        await serving
+    deadline = time.monotonic() + _THREADS_S
+    others = [one for one in threading.enumerate() if one is not threading.current_thread()]
+    for thread in others:
+        if not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("thread %s does not end; the process does", thread.name)
+                logging.shutdown()
+                os._exit(code)
     return code
+
+
+class _Life:
+    """One server's life; `run` is all of it."""
+
+    def __init__(self, state: ServerState, listener: socket.socket) -> None:
+        self._state = state
+        self._engine = state.engine
+        self._listener = listener
+        self._app = make_app(state)
+        self._http = _Server(_uvicorn_config(state, self._app))
+        self._began_ns = time.monotonic_ns()
+
+    async def run(self) -> int:
+        """Serve until the end; returns the exit code."""
+        self._signals = StopSignals()
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]), name="http")
+        work = asyncio.create_task(self._serve(), name="life")
+        share: MetricsShare | None = self._app.state.metrics_page.share
+        sharing = None if share is None else asyncio.create_task(share.publish(), name="share")
+        code = 1
+        try:
+            await asyncio.wait([serving, work], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                code = work.result()
+            else:
+                logger.error("the HTTP server ended by itself: %r", serving.exception())
+                work.cancel()
+        finally:
+            # Whatever has happened: no core may be left, nor anybody who waits for an answer.
+            self._state.phase = Phase.STOPPING if code == 0 else self._state.phase
+            await self._close(serving, work)
+            if sharing is not None:
+                sharing.cancel()
+                await asyncio.gather(sharing, return_exceptions=True)
+        forced = self._signals.second.is_set()
+        return 128 + self._signals.number if forced else code
+
+    async def _serve(self) -> int:
+        """From the engine's start to the last answer."""
+        if not await self._start():
+            return 0 if self._signals.first.is_set() else 1
+        attachment = self._engine.attachment
+        if attachment is None or attachment.counts_steps:  # of several, one speaks for all
+            began_ns = self._began_ns if attachment is None else attachment.began_ns
+            announce(self._state, self._listener, (time.monotonic_ns() - began_ns) / 1e9)
+        death = asyncio.create_task(self._engine.wait_for_death(), name="death")
+        stop = asyncio.create_task(self._signals.first.wait(), name="stop")
+        await asyncio.wait([death, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not stop.done():
+            return await self._outlive(death.result(), stop)
+        self._state.phase = Phase.STOPPING
+        await self._drain()
+        death.cancel()
+        return 0
+
+    async def _start(self) -> bool:
+        """Bring the engine up; False if it does not come up, or is not wanted any more."""
+        start = asyncio.create_task(self._engine.start(), name="start")
+        stop = asyncio.create_task(self._signals.first.wait(), name="stop")
+        await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if self._signals.first.is_set():
+            logger.info("stopped during the start")
+            self._state.phase = Phase.STOPPING
+            self._engine.kill()
+            await asyncio.gather(start, return_exceptions=True)
+            return False
+        error = start.exception()
+        if error is None:
+            self._state.phase = Phase.READY
+            return True
+        self._state.phase = Phase.DEAD
+        if isinstance(error, IsinglassError):
+            logger.error("the engine did not start: %s", error)
+        else:
+            logger.error("the engine did not start: %r", error, exc_info=error)
+        return False
+
+    async def _outlive(self, death: Exception, stop: "asyncio.Task[bool]") -> int:
+        """The engine has died: its streams end by themselves, with an error."""
+        self._state.phase = Phase.DEAD
+        logger.error("%s", death)
+        if self._state.config.keep_alive_on_engine_death:
+            logger.info("requests get 503 from now on, until a signal ends the server")
+            await stop
+            return 0
+        await self._wait_until_answered(_FLUSH_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop, _DEATH_LINGER_S)
+        return 1
+
+    async def _drain(self) -> None:
+        """Let running requests end; fail those that are left when time is up."""
+        timeout_s = self._state.config.shutdown_timeout
+        if self._state.num_serving:
+            logger.info(
+                "shutting down: %d running requests get %g s", self._state.num_serving, timeout_s
+            )
+        if await self._wait_until_answered(timeout_s) or self._signals.second.is_set():
+            return
+        logger.warning("%d requests are cut off after %g s", self._state.num_serving, timeout_s)
+        error = ApiError(
+            503,
+            f"the server is shutting down and has cut the request off after {timeout_s:g} s",
+            code="shutting_down",
+        )
+        await self._wait_until_answered(_FLUSH_S, failing=error)
+
+    async def _wait_until_answered(
+        self, timeout_s: float, *, failing: Exception | None = None
+    ) -> bool:
+        """Wait until no request is being answered; False when time is up, or at a second signal."""
+        deadline = time.monotonic() + timeout_s
+        while self._state.num_serving or self._engine.num_unfinished:
+            if failing is not None:  # again and again, since some may just be on their way in
+                self._engine.fail_unfinished(failing)
+            if time.monotonic() >= deadline or self._signals.second.is_set():
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    async def _close(self, serving: "asyncio.Task[None]", work: "asyncio.Task[int]") -> None:
+        """Engine first, then the connections; a second signal makes short work of both."""
+        hurry = asyncio.create_task(self._end_at_second_signal(), name="second signal")
+        try:
+            await asyncio.gather(work, return_exceptions=True)
+            await self._engine.shutdown()
+        finally:
+            # What is cancelled now are streams without an end, and clients that do not read.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            self._http.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+            self._app.state.metrics_page.close()
+            hurry.cancel()
+
+    async def _end_at_second_signal(self) -> None:
+        await self._signals.second.wait()
+        logger.warning("second signal: ending at once")
+        self._engine.kill()
+        self._http.config.timeout_graceful_shutdown = 0
+        self._http.force_exit = self._http.should_exit = True
+
+
+def _uvicorn_config(state: ServerState, app: FastAPI) -> uvicorn.Config:
+    config, context = state.config, tls_context(state.config)
+    logs = logging.getLogger("uvicorn.error")
+    logs.parent = logging.getLogger("isinglass")  # through our handler, in our form
+    logs.setLevel(logging.ERROR)
+    limits = ConnectionLimits(
+        max_head_bytes=config.max_header_bytes,
+        head_timeout_s=config.timeout_read_s,
+        max_connections=min(raise_file_limit(), config.max_connections or 1 << 30),
+    )
+    return uvicorn.Config(
+        app,
+        http=bounded_protocol(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        root_path=config.root_path,
+        timeout_keep_alive=config.timeout_keep_alive_s,
+        timeout_graceful_shutdown=_CONNECTIONS_S,
+        ssl_context_factory=None if context is None else lambda *_: context,
+    )

@@ -9,6 +9,8 @@ import time
 from fastapi import Request
 
 from engine.api.async_llm import AsyncLLM
+from engine.server.admission import Admission
+from engine.server.auth import ApiKeys
 from engine.server.config import ServerConfig
 from engine.server.errors import ApiError
 
@@ -25,11 +27,17 @@ class Phase(enum.Enum):
 class ServerState:
     """One per process; routes get it through `server_of`."""
 
-    def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
+    def __init__(self, engine: AsyncLLM, config: ServerConfig, keys: ApiKeys | None = None) -> None:
         self.engine = engine
         self.config = config
+        self.keys = keys or ApiKeys()
         self.phase = Phase.STARTING
+        self.num_serving = 0
+        """HTTP requests that are being answered, but for streams without an end."""
+        self.admission = Admission(engine, config)
         self.started_unix_s = int(time.time())
+        if config.served_model_name:
+            engine.labelled_name = config.served_model_name[0]
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from engine.errors import EngineDeadError, IsinglassError
 from engine.log import configure, get_logger
 from engine.server.config import ServerConfig
 from engine.transport.core_process import CoreProcess
+from engine.transport.interrupts import children_outlive_sigterm
 from engine.transport.mp_client import SyncMPClient
 from engine.transport.process import SpawnedProcess
 from engine.types.attachment import CoreAttachment
@@ -43,6 +44,7 @@ class Supervisor:
     def __init__(
         self, config: ServerConfig, engine_arguments: dict[str, Any], listener: socket.socket
     ) -> None:
+        self._began_ns = time.monotonic_ns()
         self._config = config
         self._engine_arguments = engine_arguments
         self._listener = listener
@@ -57,35 +59,44 @@ class Supervisor:
         trace_dir = observability.trace_dir
         self._run_dir = None if trace_dir is None else make_run_dir(trace_dir)
         num_frontends = config.api_server_count
-        self._client = SyncMPClient(
-            lambda: CoreProcess(
-                engine_config, run_dir=self._run_dir, obs=NULL, num_frontends=num_frontends
-            ),
-            timeout_s=process.engine_ready_timeout_s,
-        )
+        with children_outlive_sigterm():  # the core; frontends take it
+            self._client = SyncMPClient(
+                lambda: CoreProcess(
+                    engine_config, run_dir=self._run_dir, obs=NULL, num_frontends=num_frontends
+                ),
+                timeout_s=process.engine_ready_timeout_s,
+            )
         self._core = self._client.core
         self._threads = ThreadPoolExecutor(num_frontends + 1, thread_name_prefix="waiting")
         self._frontends: dict[int, SpawnedProcess] = {}
         self._lives: dict[int, int] = dict.fromkeys(range(1, num_frontends + 1), 0)
         self._deaths_s: deque[float] = deque()
         self._exit_codes: list[int] = []
+        self._is_ready = False
         self._is_stopping = False
 
     async def run(self) -> int:
         """Serve until a signal, the core's death or too many of the frontends'; the exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, self._stop)
+        ready = loop.run_in_executor(self._threads, self._client.wait_ready)
         try:
             for index in self._lives:
                 self._start(index)
-            ready = loop.run_in_executor(self._threads, self._client.wait_ready)
             watching = asyncio.gather(*[self._watch(index) for index in self._lives])
             await asyncio.wait([ready, watching], return_when=asyncio.FIRST_COMPLETED)
             if not watching.done() and not self._is_stopping:
                 error = ready.exception()
-                if isinstance(error, IsinglassError):
-                    logger.error("the engine did not start: %s", error)
+                self._is_ready = error is None
+                if error is not None:
+                    is_known = isinstance(error, IsinglassError)
+                    logger.error(
+                        "the engine did not start: %s",
+                        error if is_known else repr(error),
+                        exc_info=None if is_known else error,
+                    )
                     self._exit_codes.append(1)
                     self._stop()
             await watching
@@ -93,7 +104,9 @@ class Supervisor:
         finally:
             for process in self._frontends.values():
                 process.kill()
-            await asyncio.to_thread(self._client.shutdown)  # a core that is starting, too
+            if not ready.done():
+                self._client.kill()  # it is starting, and takes no request to stop
+            await asyncio.to_thread(self._client.shutdown)
             await asyncio.gather(ready, return_exceptions=True)
             self._threads.shutdown(wait=False)
 
@@ -105,6 +118,7 @@ class Supervisor:
             client_index=index,
             first_request_num=index * _NUMS_PER_CLIENT + life * _NUMS_PER_LIFE,
             core_pid=self._core.pid,
+            began_ns=self._began_ns,
             death_fd=self._core.death_read,
             counts_steps=index == 1,
             run_dir=self._run_dir,
@@ -118,7 +132,7 @@ class Supervisor:
                 "listener_fd": self._listener.fileno(),
             },
             name=f"ApiServer_{index}",
-            private_dir="",
+            private_dir=self._core.directory,
             pass_fds=(self._listener.fileno(), self._core.death_read),
         )
 
@@ -129,7 +143,8 @@ class Supervisor:
             code = await loop.run_in_executor(self._threads, self._frontends[index].wait)
             assert code is not None
             if self._is_stopping or self._core.is_dead or not self._may_restart():
-                self._exit_codes.append(abs(code))
+                was_asked = self._is_stopping and code == -signal.SIGTERM  # before it could heed it
+                self._exit_codes.append(0 if was_asked else 128 - code if code < 0 else code)
                 return
             logger.error(
                 "frontend %d died (%s); its requests are lost, another one takes its place",
@@ -144,6 +159,9 @@ class Supervisor:
             self._start(index)
 
     def _may_restart(self) -> bool:
+        if not self._is_ready:  # it has said why, and the next one would say the same
+            self._stop()
+            return False
         now_s = time.monotonic()
         self._deaths_s.append(now_s)
         while self._deaths_s[0] < now_s - _RESTART_WINDOW_S:

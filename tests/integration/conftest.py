@@ -3,13 +3,14 @@
 Knows where models come from. Does not know what is tested with them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.reference import ReferenceModel, load_gguf_llama, varied_text
+from tests.integration.server_process import ServerProcess
 from tests.tiny_models import FAMILIES, build_tiny_checkpoint
 
 QUIET = {"log_level": "warning"}
@@ -68,6 +69,14 @@ def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a context in which a generation lasts for many seconds."""
     folder = tmp_path_factory.mktemp("long") / "llama"
     return build_tiny_checkpoint(folder, "llama", max_position_embeddings=32768)
+
+
+@pytest.fixture(scope="session")
+def embedded_server() -> Iterator[ServerProcess]:
+    """A server of the embedded model, for tests that leave it as they find it."""
+    flags = ("--kv-cache-memory-bytes", str(256 << 20), "--max-logprobs", "2000")
+    with ServerProcess(*flags) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.server_process import free_port
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("[0-9]*.py"))
 IN_SHORT = {"01_hello.py", "04_trace_a_run.py", "08_logits_processor.py", "09_errors.py"}
@@ -20,7 +22,13 @@ SHELL_BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 def run(command: list[str], cwd: Path, *, stdin: str | None = None) -> str:
     """Output of a command that must succeed."""
     done = subprocess.run(
-        command, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=180, check=False
+        command,
+        cwd=cwd,
+        input=stdin or "",
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -50,7 +58,10 @@ def test_readme_shell_block_runs(block: str, tmp_path: Path) -> None:
     script = "\n".join(line for line in block.splitlines() if not line.startswith(("make", "git")))
     if script.strip():
         binaries = Path(sys.executable).parent
-        run(["bash", "-euc", f'export PATH="{binaries}:$PATH"\n{script}'], tmp_path)
+        script = script.replace("8000", str(free_port()))  # that of `isinglass serve`
+        # What a block has started ends with it, also when one of its commands fails.
+        prologue = f'export PATH="{binaries}:$PATH"; trap "kill %1 2>/dev/null || true" EXIT'
+        run(["bash", "-euc", f"{prologue}\n{script}"], tmp_path)
 
 
 def test_readme_has_something_to_run() -> None:

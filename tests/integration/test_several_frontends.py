@@ -41,6 +41,7 @@ class OwnedCore:
             client_index=index,
             first_request_num=index * 10_000 + life * 1000,
             core_pid=core.pid,
+            began_ns=time.monotonic_ns(),
             death_fd=core.death_read,
             counts_steps=index == 1,
         )

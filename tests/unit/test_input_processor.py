@@ -10,6 +10,7 @@ from tokenizers import models, pre_tokenizers
 from engine.config import EngineConfig
 from engine.errors import PromptError, SamplingParamsError
 from engine.frontend.input_processor import InputProcessor, ProcessedPrompt
+from engine.frontend.parallel_sampling import ParentRequest
 from engine.frontend.tokenizer import Tokenizer
 from engine.types.sampling import SamplingParams
 from tests.unit.test_config import model_config
@@ -175,3 +176,35 @@ def test_what_the_core_receives() -> None:
     assert request.sampling_params.all_stop_token_ids == {0, 7}
     assert processor.make_request("r", prompt, own, cache_salt="x").cache_salt == "x"
     assert processor.make_request("r", prompt, own).arrival_ns > 5
+
+
+def test_what_has_been_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`n` samples of a request with a long list would check it `2 n` times."""
+    processor = make_processor()
+    own = processor.process_params(SamplingParams(n=4, seed=2**63 - 2, allowed_token_ids=[1, 2]))
+    unseeded = processor.process_params(SamplingParams(n=4))
+    prompt = ProcessedPrompt(None, [1], None)
+
+    def refuse(self: SamplingParams) -> None:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", refuse)
+    parent = ParentRequest("r", own)
+    made = [processor.make_request("r", prompt, parent.child_params(i)) for i in range(4)]
+    children = [request.sampling_params for request in made]
+    assert [child.seed for child in children] == [2**63 - 2, 2**63 - 1, 0, 1]
+    assert [child.n for child in children] == [1] * 4
+    assert all(child.allowed_token_ids == [1, 2] for child in children)
+    drawn = [
+        processor.make_request("r", prompt, ParentRequest("r", unseeded).child_params(i))
+        for i in range(4)
+    ]
+    assert len({one.sampling_params.seed for one in drawn}) == 4
+    assert (own.n, own.seed, unseeded.n, unseeded.seed) == (4, 2**63 - 2, 4, None)
+
+
+def test_a_prompt_is_not_the_callers_own_list() -> None:
+    given = [1, 2, 3]
+    ids = make_processor().process_prompt(given, PARAMS).token_ids
+    given.append(99)
+    assert ids == [1, 2, 3]

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
+from engine.transport.async_mp_client import AsyncMPClient
 from engine.transport.interrupts import deferred_interrupts
+from engine.transport.mp_client import SyncMPClient
 
 
 def test_an_interrupt_comes_when_the_block_is_done() -> None:
@@ -54,3 +56,13 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert done == [True]
+
+
+def test_a_client_on_an_event_loop_leaves_signals_alone() -> None:
+    """Two changes of the handler for each message would cost more than sending it."""
+    handler = signal.getsignal(signal.SIGINT)
+    assert callable(handler)
+    with SyncMPClient.uninterrupted():
+        assert signal.getsignal(signal.SIGINT) is not handler
+    with AsyncMPClient.uninterrupted():
+        assert signal.getsignal(signal.SIGINT) is handler

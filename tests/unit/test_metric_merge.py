@@ -11,6 +11,7 @@ from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
 from instrumentation.metrics import Metrics
 from instrumentation.records import RequestTimeline
 from instrumentation.request_metrics import ArrivedRequest
+from instrumentation.server_metrics import ServerMetrics
 
 
 def frontend(num_arrived: int, num_ended: int) -> list[Metric]:
@@ -81,9 +82,41 @@ def test_the_dead_frontends_requests_count_as_failed() -> None:
     assert value_of(ended, "requests_finished_total", finish_reason="error") == 2
     arrived = value_of(ended, "requests_arrived_total")
     assert arrived == 5
-    rest = frontend(5, 3)
+    gauges = [m for m in frontend(5, 3) if isinstance(m, Gauge) and not METRICS[m.name].adds_up]
+    rest = [m for m in frontend(5, 3) if m not in gauges]
+    assert gauges
     changed = {m.name for m, before in zip(ended, rest, strict=True) if m != before}
     assert changed == {"isinglass_requests_in_flight", "isinglass_requests_finished_total"}
+
+
+def test_the_dead_frontends_http_requests_have_an_outcome_and_it_takes_up_nothing() -> None:
+    server = ServerMetrics({"model_name": "m", "engine": "0"})
+    for _ in range(5):
+        server.observe_arrival()
+    for number in range(2):
+        server.observe_end(
+            method="GET", route="/a", status=200, outcome="completed", duration_ns=number
+        )
+    alive = server.snapshot()
+    assert value_of(alive, "frontend_resident_memory_bytes") > 0
+    merged = merge_snapshots([alive, end_in_flight(alive), end_in_flight(alive)])
+    assert value_of(merged, "http_requests_in_flight") == 3
+    assert value_of(merged, "http_request_outcomes_total", outcome="server_error") == 6
+    for name in ("http_request_outcomes_total", "http_requests_total"):
+        ended = [m.value for m in merged if isinstance(m, Counter) and m.name.endswith(name)]
+        assert value_of(merged, "http_requests_arrived_total") == sum(ended) + 3
+    for name in ("frontend_resident_memory_bytes", "frontend_open_file_descriptors"):
+        assert value_of(merged, name) == value_of(alive, name)
+
+
+def test_what_a_dead_frontend_said_of_the_core_counts_no_more() -> None:
+    dead, living = Metrics(), Metrics()
+    dead.engine._up.set(1)
+    living.engine._up.set(0)
+    assert (
+        value_of(merge_snapshots([end_in_flight(dead.snapshot()), living.snapshot()]), "engine_up")
+        == 0
+    )
 
 
 def test_only_gauges_stand_for_one_core() -> None:

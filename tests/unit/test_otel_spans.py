@@ -12,10 +12,14 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from instrumentation import Phase, StepRecord, WorkerStepRecord
+from instrumentation import Phase, StepRecord, WorkerStepRecord, request_metrics
+from instrumentation.accumulators import Families
+from instrumentation.metric_types import Histogram
 from instrumentation.otel import attributes as names
 from instrumentation.otel.exporting import BoundedProcessor, GuardedExporter
 from instrumentation.otel.health import ExportHealth
+from instrumentation.otel.http_spans import HttpSpans
+from instrumentation.otel.operations import OperationLatencies
 from instrumentation.otel.request_spans import RequestSpans, stages_of
 from instrumentation.otel.step_spans import StepSpans
 from instrumentation.records import RequestTimeline
@@ -255,3 +259,78 @@ def test_failures_are_counted_and_logged_once_in_a_row(caplog: pytest.LogCapture
     assert (health.num_errors, health.num_drops) == (4, 12)
     assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 2
     assert "http://nowhere" in caplog.text
+
+
+# -- HTTP ------------------------------------------------------------------------------------------
+
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+def test_a_request_span_hangs_below_its_open_http_span_and_keeps_the_state() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("test")
+    http = HttpSpans(tracer)
+    requests = RequestSpans(tracer, parent_of=http.context_of)
+    exchange = http.begin(
+        "POST /x", {"a": 1}, begin_ns=5, traceparent=TRACEPARENT, tracestate="k=v,m=w"
+    )
+    assert exchange.traceparent is not None
+    for traceparent in (exchange.traceparent, TRACEPARENT):
+        request = requests.begin(REQUEST, arrival_ns=6, num_samples=1, traceparent=traceparent)
+        requests.fail(request, "PromptError", "empty")
+    http.end(exchange, {"b": 2}, end_ns=9, error=None)
+    assert http.context_of(exchange.traceparent) is None
+    below, beside, above = exporter.get_finished_spans()
+    assert above.parent is not None
+    assert below.parent is not None
+    assert beside.parent is not None
+    assert below.parent.span_id == above.context.span_id
+    assert beside.parent.span_id == above.parent.span_id == 0x00F067AA0BA902B7
+    assert below.context.trace_state.to_header() == "k=v,m=w"
+    assert beside.context.trace_state.to_header() == ""  # a traceparent alone does not carry it
+    assert (above.end_time or 0) - (above.start_time or 0) == 4
+    assert dict(above.attributes or {}) == {"a": 1, "b": 2}
+    assert above.status.is_unset
+
+
+def test_open_http_spans_end_with_the_engine() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    http = HttpSpans(provider.get_tracer("test"))
+    for _ in range(3):
+        http.begin("GET", {}, begin_ns=1, traceparent=None, tracestate="k=v")
+    http.end_all("shutdown", end_ns=2)
+    http.end_all("shutdown", end_ns=3)
+    spans = exporter.get_finished_spans()
+    assert [one.attributes for one in spans] == [{"error.type": "shutdown"}] * 3
+    assert all(one.parent is None and not one.status.is_ok for one in spans)
+    assert len({one.context.trace_id for one in spans}) == 3
+
+
+def test_latencies_by_operation_add_up() -> None:
+    rng = random.Random(11)
+    latencies = OperationLatencies({request_metrics.E2E_SECONDS.name: (0.5, 1.0)})
+    families = Families()
+    metrics = request_metrics.RequestMetrics(families)
+    for number in range(60):
+        timeline = random_timeline(rng)
+        operation = ("chat", "text_completion")[number % 3 == 0]
+        latencies.observe_first_token(timeline, operation)
+        latencies.observe_end(timeline, operation)
+        metrics.observe_first_token(timeline)
+        metrics.observe_end(timeline)
+    totals = {one.name: one for one in families.snapshot({}) if isinstance(one, Histogram)}
+    for name in names.GEN_AI_METRICS:
+        series = latencies.snapshot(name, {"model_name": "m"})
+        assert {one.labels["gen_ai.operation.name"] for one in series} == {
+            "chat",
+            "text_completion",
+        }
+        assert all(one.labels["model_name"] == "m" for one in series)
+        assert sum(one.count for one in series) == totals[name].count > 0
+        assert sum(one.sum for one in series) == pytest.approx(totals[name].sum)
+    bounds = latencies.snapshot(request_metrics.E2E_SECONDS.name, {})[0].buckets
+    assert list(bounds) == ["0.5", "1.0", "+Inf"]

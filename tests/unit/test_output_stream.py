@@ -2,11 +2,14 @@
 
 import asyncio
 import random
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from engine.errors import EngineDeadError
 from engine.frontend.output_stream import RequestStream
+from engine.types.logprobs import LazyLogprobs, LogprobsLists, LogprobsRow
 from engine.types.outputs import CompletionOutput, RequestOutput
 from engine.types.sampling import RequestOutputKind
 
@@ -105,3 +108,62 @@ def test_closing_twice_tells_once() -> None:
     stream.close()
     stream.close()
     assert closed == ["r"]
+
+
+def test_what_comes_behind_an_error_does_not_keep_it_from_a_slow_reader() -> None:
+    async def run() -> None:
+        stream = RequestStream("r", DELTA, on_close=lambda _: None)
+        stream.put(output(CompletionOutput(0, "a", [1])))
+        stream.fail(EngineDeadError("shut down"))
+        for token_id in range(2, 50):  # the engine goes on until the abort has reached it
+            stream.put(output(CompletionOutput(0, "b", [token_id])))
+        assert (await anext(stream)).outputs[0].token_ids == [1]
+        stream.put(output(CompletionOutput(0, "b", [50])))
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await anext(stream)
+
+    asyncio.run(run())
+
+
+class Counted(list[int]):
+    """Token ids that count how many have been looked at."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        Counted.num_read += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("num_tokens", [100, 1000])
+def test_a_reader_that_stalls_costs_no_more_than_what_it_has_not_read(num_tokens: int) -> None:
+    async def run() -> None:
+        stream = RequestStream("r", DELTA, on_close=lambda _: None)
+        for token_id in range(num_tokens):
+            lists = LogprobsLists(np.array([[token_id]]), np.array([[-1.0]]), np.array([1]))
+            logprobs = LazyLogprobs([LogprobsRow(lists, 0, 1, None)])
+            stream.put(output(CompletionOutput(0, ".", Counted([token_id]), logprobs=logprobs)))
+        (completion,) = (await anext(stream)).outputs
+        assert completion.token_ids == list(range(num_tokens))
+        assert Counted.num_read <= 3 * num_tokens
+        assert isinstance(completion.logprobs, LazyLogprobs)
+        # No position has been made yet: the event loop has better things to do.
+        assert [type(row) for row in completion.logprobs._rows] == [LogprobsRow] * num_tokens
+        positions = [list(position) for position in completion.logprobs if position is not None]
+        assert positions == [[token_id] for token_id in range(num_tokens)]
+
+    Counted.num_read = 0
+    asyncio.run(run())
+
+
+def test_an_error_is_merged_with_its_kind() -> None:
+    async def run() -> RequestOutput:
+        stream = RequestStream("r", DELTA, on_close=lambda _: None)
+        failed = output(CompletionOutput(0, "", [], finish_reason="error"))
+        failed.error, failed.error_kind = "no such grammar", "input"
+        stream.put(failed)
+        stream.put(output(CompletionOutput(1, "b", [1], finish_reason="stop"), finished=True))
+        return await anext(stream)
+
+    merged = asyncio.run(run())
+    assert (merged.error, merged.error_kind) == ("no such grammar", "input")

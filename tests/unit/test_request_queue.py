@@ -150,3 +150,18 @@ def test_removed_requests_do_not_pile_up_behind_one_that_waits() -> None:
         queue.remove(one)
     assert len(queue) == 1
     assert len(queue._heap) < 500, "requests that were aborted while they waited are kept"
+
+
+def test_an_id_that_is_used_again_does_not_bring_back_the_one_before() -> None:
+    queue = FCFSRequestQueue()
+    first, second, other = request(0), request(1), request(2)
+    second.request_id = first.request_id
+    for one in (first, other):
+        queue.defer(one)
+        one.status = RequestStatus.WAITING
+        queue.release(one)
+    queue.remove(first)
+    queue.defer(second)
+    queue.release(second)
+    assert len(queue) == len(list(queue)) == 2
+    assert [queue.pop() for _ in range(2)] == [second, other]

@@ -4,6 +4,8 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,28 @@ def test_batch_equals_single(tokenizer: Tokenizer) -> None:
     texts = ["", *(random_text(rng, PIECES + NUMBERS, 20) for _ in range(20))]
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
     assert tokenizer.encode_batch([]) == []
+
+
+def test_long_texts_let_other_threads_run(tokenizer: Tokenizer) -> None:
+    """And have the ids that they would have anyway."""
+    text = "Some words, 12 numbers and é: all of it again. " * 8000
+    gaps_s, is_done = [0.0], threading.Event()
+
+    def watch() -> None:
+        last_s = time.monotonic()
+        while not is_done.wait(0.002):
+            gaps_s.append(time.monotonic() - last_s)
+            last_s = time.monotonic()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began_s = time.monotonic()
+    ids = tokenizer.encode(text)
+    took_s = time.monotonic() - began_s
+    is_done.set()
+    watcher.join()
+    assert ids == tokenizer.backend.encode(text).ids
+    assert max(gaps_s) < took_s / 2, "the interpreter's lock was held"
 
 
 def test_facts_of_the_embedded_tokenizer(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,66 @@
+"""From a conversation to the model's prompt.
+
+Knows which fields of a body say how it is rendered. Shared by chats and `/tokenize`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fastapi import Request
+
+from engine.frontend.input_processor import Prompt
+from engine.server.chat_templates import ChatTemplates
+from engine.server.protocol.common import TemplateFields
+from engine.server.state import server_of
+from engine.server.tools.plan import ChatFormats, ChatPlan
+
+
+class Conversation(NamedTuple):
+    """A conversation whose template has been chosen."""
+
+    body: TemplateFields
+    messages: Sequence[Mapping[str, Any]]
+    request: Request
+    template: str | None
+    formats: ChatFormats
+
+    @classmethod
+    def of(
+        cls,
+        body: TemplateFields,
+        messages: Sequence[Mapping[str, Any]],
+        request: Request,
+    ) -> "Conversation":
+        """Choose the template.
+
+        Raises:
+            ApiError: 400, the client may not bring one.
+        """
+        templates: ChatTemplates = request.app.state.chat_templates
+        tokenizer = server_of(request).engine.get_tokenizer()
+        template, formats = templates.choose(
+            body.chat_template, tokenizer, has_tools=bool(body.tools)
+        )
+        return cls(body, messages, request, template, formats)
+
+    async def render(self, plan: ChatPlan) -> Prompt:
+        """The prompt, as text and as token ids.
+
+        Raises:
+            PromptError: the messages do not fit the template, or there is none.
+        """
+        body = self.body
+        continues = bool(body.continue_final_message)
+        begins = body.add_generation_prompt
+        prompt = await server_of(self.request).engine.render_chat(
+            plan.messages,
+            add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues,
+            tools=plan.tools,
+            chat_template=self.template,
+            chat_template_kwargs=plan.chat_template_kwargs,
+        )
+        assert isinstance(prompt, dict)
+        if body.add_special_tokens:  # besides those that the template has written
+            del prompt["prompt_token_ids"]
+        return prompt

@@ -1,0 +1,1 @@
+"""The live view: a page, and the one stream of events that it draws."""

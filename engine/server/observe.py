@@ -1,0 +1,323 @@
+"""What is seen of every HTTP request: an id, a span, counts, a line in the log.
+
+Outermost of all, so that every arrival has exactly one outcome, whoever answered it. Pure ASGI; a
+part of a stream costs it a few additions. Knows no route: those find `request_id`, `traceparent`
+and `arrival_ns` in `request.state`, and may leave `outcome`, `refusal`, `response_id` and
+`num_prompt_tokens` there.
+"""
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.frontend.request_tracer import HttpArrival, RequestTracer
+from engine.log import serving
+from engine.server.access_log import log_exchange
+from engine.server.exchange import ExchangeState, RequestHeaders
+from engine.server.loop_watch import LoopWatch
+from engine.server.route_names import OTHER, RouteNames, route_path
+from engine.server.state import ServerState
+from instrumentation.histogram_buckets import parse_buckets
+from instrumentation.server_metrics import ServerMetrics
+
+NUM_REMEMBERED = 1024
+"""Exchanges that have ended and can still be asked for by their id."""
+
+
+class Observation:
+    """What is known of the exchanges of one server process.
+
+    Attributes:
+        metrics: the counts; also part of the engine's snapshots once the engine has started.
+        in_flight: exchanges under way by `engine_id`.
+    """
+
+    def __init__(self, state: ServerState, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        engine = state.engine
+        settings = engine.config.observability
+        self.clock = clock
+        self.metrics = ServerMetrics(
+            {"model_name": engine.labelled_name or engine.model_name, "engine": "0"},
+            buckets=parse_buckets(settings.custom_histogram_buckets),
+            clock=clock,
+        )
+        self.in_flight: dict[str, ExchangeState] = {}
+        self.loop_watch = LoopWatch(self.metrics)
+        self._state = state
+        self._writes_log = not state.config.disable_access_log
+        self._ended: OrderedDict[str, ExchangeState] = OrderedDict()
+        self._nobody = RequestTracer()
+        engine.metric_sources.append(self.metrics.snapshot)
+
+    @property
+    def tracer(self) -> RequestTracer:
+        """The engine's, once it has started."""
+        engine = getattr(self._state.engine, "llm_engine", None)
+        return self._nobody if engine is None else engine.tracer
+
+    def begin(
+        self, scope: Scope, *, route: str = OTHER, method_label: str = OTHER
+    ) -> ExchangeState:
+        """A request has come in; its identity goes into `scope["state"]`."""
+        self.metrics.observe_arrival()
+        exchange = ExchangeState(
+            scope, arrival_ns=self.clock(), route=route, method_label=method_label
+        )
+        headers = RequestHeaders(scope["headers"])
+        exchange.request_id = headers.request_id
+        exchange.engine_id = self._unique(headers.request_id)
+        exchange.traceparent = headers.traceparent
+        self.in_flight[exchange.engine_id] = exchange
+        tracer = self.tracer
+        if tracer.is_on:
+            exchange.span = tracer.begin_http(_arrival(scope, exchange, headers))
+            if exchange.span is not None:
+                exchange.traceparent = exchange.span.traceparent or exchange.traceparent
+        told = scope.setdefault("state", {})
+        told["request_id"] = exchange.engine_id
+        told["traceparent"] = exchange.traceparent
+        told["arrival_ns"] = exchange.arrival_ns
+        exchange.told = told
+        return exchange
+
+    def end(self, exchange: ExchangeState, error: BaseException | None) -> None:
+        """It has ended: count it, trace it, log it."""
+        exchange.end_ns = exchange.end_ns or self.clock()
+        exchange.conclude(error, phase=self._state.phase)
+        exchange.num_output_tokens = self._num_output_tokens(exchange)
+        exchange.told = {"response_id": exchange.told.get("response_id", exchange.engine_id)}
+        del self.in_flight[exchange.engine_id]
+        first_byte_ns = exchange.first_byte_ns
+        self.metrics.observe_end(
+            method=exchange.method_label,
+            route=exchange.route,
+            status=exchange.status,
+            outcome=exchange.outcome,
+            duration_ns=exchange.duration_ns,
+            first_byte_ns=first_byte_ns - exchange.arrival_ns if first_byte_ns else None,
+            refusal=exchange.refusal,
+            traceparent=exchange.traceparent,
+        )
+        if exchange.method == "POST" and exchange.route.startswith("/v1/"):
+            self._remember(exchange)
+        if exchange.span is not None:
+            self.tracer.end_http(
+                exchange.span,
+                end_ns=exchange.end_ns,
+                status=exchange.status,
+                num_bytes=exchange.num_bytes,
+                error_type=exchange.error_type,
+                is_ours=exchange.is_ours,
+            )
+            exchange.span = None
+        if self._writes_log:
+            log_exchange(exchange)
+
+    def find(self, request_id: str) -> list[ExchangeState]:
+        """All that are known under an X-Request-Id, or under an id made from it; oldest first."""
+        return [one for one in self.exchanges() if request_id in one.ids]
+
+    def exchanges(self) -> list[ExchangeState]:
+        """All that are known, those under way last."""
+        return [*self._ended.values(), *self.in_flight.values()]
+
+    def _num_output_tokens(self, exchange: ExchangeState) -> int | None:
+        """What the engine made for it, None if nothing is known of that."""
+        observer, first = self._state.engine.observer, exchange.told.get("response_id")
+        if observer is None or first is None:
+            return None
+        finished = observer.history.finished
+        num_tokens = None
+        for request_id in _request_ids(first, lambda one: finished(one) is not None):
+            timeline = finished(request_id)
+            if timeline is not None:
+                num_tokens = (num_tokens or 0) + timeline.num_generation_tokens
+        return num_tokens
+
+    def _unique(self, request_id: str) -> str:
+        """Two requests of one id may be under way, such as a client's second attempt."""
+        unique, number = request_id, 1
+        while unique in self.in_flight:
+            number += 1
+            unique = f"{request_id}~{number}"
+        return unique
+
+    def _remember(self, exchange: ExchangeState) -> None:
+        self._ended.pop(exchange.engine_id, None)
+        self._ended[exchange.engine_id] = exchange
+        while len(self._ended) > NUM_REMEMBERED:
+            self._ended.popitem(last=False)
+
+
+class ObserveMiddleware:
+    """Watches the messages of each exchange go by."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        observation: Observation,
+        *,
+        names: Callable[[], RouteNames],
+        shows_ids: bool,
+    ) -> None:
+        self.app = app
+        self._observation = observation
+        self._make_names = names
+        self._names: RouteNames | None = None
+        self._shows_ids = shows_ids
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        observation = self._observation
+        observation.loop_watch.start()
+        if self._names is None:
+            self._names = self._make_names()
+        route, method_label = self._names.find(route_path(scope), scope["method"])
+        exchange = observation.begin(scope, route=route, method_label=method_label)
+        wire = _Wire(exchange, receive, send, observation, shows_id=self._shows_ids)
+        error: BaseException | None = None
+        with serving(exchange.engine_id, exchange.traceparent):
+            try:
+                await self.app(scope, wire.receive, wire.send)
+            except BaseException as raised:
+                error = raised
+                # What has been answered with a 500 has been logged as well.
+                is_answered = exchange.is_complete and exchange.status == 500
+                if not (isinstance(raised, Exception) and is_answered):
+                    raise
+            finally:
+                wire.close()
+                observation.end(exchange, error)
+
+
+class _Wire:
+    """ASGI's receive and send, and what is noted of what passes."""
+
+    __slots__ = ("_exchange", "_metrics", "_now", "_receive", "_send", "_shows_id")
+
+    def __init__(
+        self,
+        exchange: ExchangeState,
+        receive: Receive,
+        send: Send,
+        observation: Observation,
+        *,
+        shows_id: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._receive = receive
+        self._send = send
+        self._metrics = observation.metrics
+        self._now = observation.clock
+        self._shows_id = shows_id
+
+    async def receive(self) -> Message:
+        """Note that the client has left, if that is what comes."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._exchange.is_complete:
+            self._exchange.has_left = True
+        return message
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Count, and hand on: no coroutine of our own for parts of a stream."""
+        exchange = self._exchange
+        if message["type"] != "http.response.body":
+            if message["type"] == "http.response.start":
+                self._note_start(message)
+            return self._send(message)
+        num_bytes = len(message.get("body", b""))
+        if num_bytes:
+            if not exchange.first_byte_ns:
+                exchange.first_byte_ns = self._now()
+            exchange.num_bytes += num_bytes
+            self._metrics.num_response_bytes += num_bytes
+        if not message.get("more_body", False):
+            return self._send_last(message)
+        exchange.num_chunks += 1
+        self._metrics.num_chunks += 1
+        return self._send(message)
+
+    def _note_start(self, message: Message) -> None:
+        exchange = self._exchange
+        exchange.status = message["status"]
+        if self._shows_id:
+            own = (b"x-request-id", exchange.request_id.encode("ascii"))
+            others = [one for one in message.get("headers", ()) if one[0] != own[0]]
+            message["headers"] = [*others, own]
+
+    async def _send_last(self, message: Message) -> None:
+        self._exchange.has_left |= self._is_cut_off()
+        await self._send(message)
+        self._exchange.is_complete = not self._exchange.has_left
+        self._exchange.end_ns = self._now()
+
+    def close(self) -> None:
+        """The application is done."""
+        exchange = self._exchange
+        if not exchange.is_complete:
+            exchange.has_left |= self._is_cut_off()
+
+    def _is_cut_off(self) -> bool:
+        """uvicorn drops what it cannot deliver and tells only those who wait to receive, which an
+        application that just answers does not."""
+        return bool(getattr(getattr(self._send, "__self__", None), "disconnected", False))
+
+
+def observe(app: FastAPI, state: ServerState) -> Observation:
+    """Watch an application; `app.state.observation` is what has been seen."""
+    observation = Observation(state)
+    app.state.observation = observation
+    build = app.build_middleware_stack
+
+    def build_watched() -> Any:
+        # Outside of Starlette's own answer to errors, which no added middleware is.
+        return ObserveMiddleware(
+            build(),
+            observation,
+            names=lambda: RouteNames(app.routes),
+            shows_ids=state.config.enable_request_id_headers,
+        )
+
+    app.build_middleware_stack = build_watched  # type: ignore[method-assign]
+    return observation
+
+
+def _request_ids(first: str, exists: Callable[[str], bool]) -> Iterator[str]:
+    """The engine's ids of one exchange's sequences: `-<prompt>` where there are several prompts,
+    `/<sample>` where there are several samples."""
+    bases: Iterable[str] = (first,)
+    if not exists(first) and not exists(f"{first}/0"):
+        bases = (f"{first}-{number}" for number in itertools.count())
+    for base in bases:
+        if exists(base):
+            yield base
+            continue
+        if not exists(f"{base}/0"):
+            return
+        samples = (f"{base}/{number}" for number in itertools.count())
+        yield from itertools.takewhile(exists, samples)
+
+
+def _arrival(scope: Scope, exchange: ExchangeState, headers: RequestHeaders) -> HttpArrival:
+    client = scope.get("client")
+    return HttpArrival(
+        method=exchange.method,
+        route=None if exchange.route == OTHER else exchange.route,
+        path=exchange.path,
+        scheme=scope.get("scheme", "http"),
+        protocol_version=scope.get("http_version", "1.1"),
+        client=None if client is None else (client[0], client[1]),
+        server=scope.get("server"),
+        user_agent=headers.user_agent,
+        request_id=exchange.request_id,
+        begin_ns=exchange.arrival_ns,
+        traceparent=headers.traceparent,
+        tracestate=headers.tracestate,
+    )

@@ -1,0 +1,259 @@
+"""Bodies of the OpenAI routes: what is accepted, and which `SamplingParams` come of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from engine.errors import PromptError, QueueFullError
+from engine.server.completions import completion_params
+from engine.server.errors import ApiError
+from engine.server.json_body import decode_json
+from engine.server.logprobs import CompletionLogprobs, TokenNames, chat_logprobs, most_likely
+from engine.server.protocol.chat import ChatCompletionRequest
+from engine.server.protocol.completion import CompletionRequest
+from engine.server.protocol.tokenize import TokenizeRequest
+from engine.server.sampling import SAME_NAME, make_params, naming_fields, wanted_form
+from engine.types.logprobs import Logprob
+from engine.types.sampling import RequestOutputKind, SamplingParams
+
+DEFAULTS = SamplingParams(temperature=0.6, top_k=20)
+GIVEN: dict[str, Any] = {
+    "n": 2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.2,
+    "seed": 4,
+    "stop": ["x"],
+    "stop_token_ids": [5],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "min_tokens": 1,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "logit_bias": {"7": 2.0},
+    "allowed_token_ids": [7, 8],
+    "bad_words": ["bad"],
+    "prompt_logprobs": 1,
+    "truncate_prompt_tokens": 6,
+}
+
+
+@pytest.fixture
+def engine() -> Any:
+    """As much of an engine as parameters are made of."""
+    return SimpleNamespace(
+        get_default_sampling_params=lambda: DEFAULTS,
+        config=SimpleNamespace(model=SimpleNamespace(max_model_len=100, generation_config="auto")),
+    )
+
+
+def test_every_field_arrives(engine: Any) -> None:
+    assert set(GIVEN) == set(SAME_NAME)
+    body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 9} | GIVEN)
+    _, params = completion_params(body, engine)
+    for name, value in GIVEN.items():
+        wanted = {7: 2.0} if name == "logit_bias" else value
+        assert getattr(params, name) == wanted, name
+    assert params.max_tokens == 9
+    assert params.output_kind is RequestOutputKind.FINAL_ONLY
+
+
+def test_silence_leaves_the_models_defaults(engine: Any) -> None:
+    silent = CompletionRequest.model_validate(
+        {"prompt": "a", "stream": True} | dict.fromkeys(GIVEN)
+    )
+    _, params = completion_params(silent, engine)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 16)
+    assert params.output_kind is RequestOutputKind.DELTA
+
+
+def test_special_cases_of_completions(engine: Any) -> None:
+    def params(**fields: Any) -> SamplingParams:
+        return completion_params(CompletionRequest(prompt="a", **fields), engine)[1]
+
+    assert params(echo=True, max_tokens=0).max_tokens == 1
+    assert params(echo=True, logprobs=3).prompt_logprobs == 3
+    assert params(echo=True, logprobs=3, prompt_logprobs=1).prompt_logprobs == 1
+    assert params(logprobs=3).prompt_logprobs is None
+    assert params(truncate_prompt_tokens=-1).truncate_prompt_tokens == 99
+    with pytest.raises(ApiError) as caught:
+        params(max_tokens=0)
+    assert caught.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"), [("a", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3], [4]], 3)]
+)
+def test_forms_of_prompts(prompt: Any, count: int) -> None:
+    assert len(CompletionRequest(prompt=prompt).prompts) == count
+
+
+@pytest.mark.parametrize("prompt", [None, 5, {}, [], [1, "a"], [True], [["a"]], [[1], 2], [1.0]])
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(ValidationError):
+        CompletionRequest(prompt=prompt)
+
+
+def test_types_are_strict() -> None:
+    for wrong in ({"n": "1"}, {"n": 1.5}, {"stream": 1}, {"temperature": "1"}, {"stop": 5}):
+        with pytest.raises(ValidationError):
+            CompletionRequest.model_validate({"prompt": "a"} | wrong)
+    assert CompletionRequest.model_validate({"prompt": "a", "temperature": 1}).temperature == 1
+
+
+def test_known_fields_that_cannot_be_honoured() -> None:
+    message = [{"role": "user", "content": "Hi"}]
+    for name, harmless in ChatCompletionRequest.REFUSED.items():
+        for value in (None, *harmless):
+            ChatCompletionRequest.model_validate({"messages": message, name: value})
+        with pytest.raises(ValidationError, match=name):
+            ChatCompletionRequest.model_validate({"messages": message, name: {"x": 1}})
+    ChatCompletionRequest.model_validate({"messages": message, "unheard_of": 1})
+
+
+def test_forms_of_output() -> None:
+    def form(**fields: Any) -> Any:
+        return wanted_form(CompletionRequest(prompt="a", **fields))
+
+    schema = {"type": "object"}
+    assert form() == (None, None)
+    assert form(response_format={"type": "text"}) == (None, None)
+    assert form(guided_json=schema) == ("guided_json", {"json": schema})
+    assert form(response_format={"type": "json_object"})[1] == {"json_object": True}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert form(response_format=wrapped)[1] == {"json": schema}
+    for kind, value in (("regex", "a+"), ("choice", ["a"]), ("grammar", 'root ::= "a"')):
+        assert form(response_format={"type": kind, kind: value})[1] == {kind: value}
+        assert form(structured_outputs={kind: value})[1] == {kind: value}
+    for wrong in ({}, {"type": "xml"}, {"type": "regex"}, {"type": "json_schema"}):
+        with pytest.raises(ApiError):
+            form(response_format=wrong)
+    with pytest.raises(ApiError, match="not both"):
+        form(guided_regex="a", response_format={"type": "json_object"})
+
+
+def test_errors_of_the_engine_name_the_bodys_field(engine: Any) -> None:
+    body = CompletionRequest(prompt="a", top_p=5.0)
+    with pytest.raises(ApiError) as caught:
+        make_params(body, engine, max_tokens=1, stream=False, names={"top_p": "nucleus"})
+    assert caught.value.param == "nucleus"
+    for message, param in (
+        ("the prompt is empty", "prompt"),
+        ('messages[3]["content"][0] must be text', "messages[3].content[0]"),
+        ("request id 'x' belongs to an unfinished request", "request_id"),
+        ("cache_salt must be a string", "cache_salt"),
+    ):
+        with pytest.raises(ApiError) as caught, naming_fields({}):
+            raise PromptError(message)
+        assert caught.value.param == param
+    with pytest.raises(QueueFullError), naming_fields({}):
+        raise QueueFullError("full", retry_after_s=1)
+
+
+def test_tokenize_wants_one_of_two() -> None:
+    message = [{"role": "user", "content": "Hi"}]
+    TokenizeRequest(prompt="")
+    TokenizeRequest(messages=message)
+    for wrong in ({}, {"prompt": "a", "messages": message}):
+        with pytest.raises(ValidationError):
+            TokenizeRequest(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("chat_template", "default"),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("add_generation_prompt", True),
+        ("continue_final_message", True),
+    ],
+)
+def test_what_belongs_to_a_conversation_is_refused_beside_a_text(name: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=f"{name} belongs to messages"):
+        TokenizeRequest(prompt="a", **{name: value})
+    for harmless in (None, type(value)()) if name != "chat_template" else (None,):
+        TokenizeRequest(prompt="a", add_special_tokens=True, **{name: harmless})
+    TokenizeRequest(messages=[{"role": "user", "content": "Hi"}], **{name: value})
+
+
+def test_counts_in_every_chunk_need_counts() -> None:
+    for kind, rest in (
+        (CompletionRequest, {"prompt": "a"}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "Hi"}]}),
+    ):
+        for options in ({}, {"include_usage": False}):
+            with pytest.raises(ValidationError, match="needs include_usage=true"):
+                kind(**rest, stream=True, stream_options={"continuous_usage_stats": True} | options)
+        options = {"continuous_usage_stats": True, "include_usage": True}
+        kind(**rest, stream=True, stream_options=options)
+        kind(**rest, stream=True, stream_options={"continuous_usage_stats": False})
+
+
+def test_a_chat_echoes_a_last_message_of_the_assistants_own() -> None:
+    user = {"role": "user", "content": "Hi"}
+    ChatCompletionRequest(messages=[user, {"role": "assistant", "content": "Well"}], echo=True)
+    ChatCompletionRequest(messages=[user], echo=False)
+    part = {"type": "text", "text": "Well"}
+    for last in (user, {"role": "assistant"}, {"role": "assistant", "content": [part]}):
+        with pytest.raises(ValidationError, match="echo needs a last message"):
+            ChatCompletionRequest(messages=[user, last], echo=True)
+
+
+def test_json_by_the_book() -> None:
+    kind = "application/json; charset=utf-8"
+    assert decode_json('{"a": "é\\ud83d\\ude42"}'.encode(), kind) == {"a": "é🙂"}
+    assert decode_json(b"{}", "application/vnd.api+json") == {}
+    for body in (b'{"a": NaN}', b'{"a": "\\ud800"}', b"[1]", b"", b"{'a': 1}", b'{"a": 1,}'):
+        with pytest.raises(ApiError) as caught:
+            decode_json(body, kind)
+        assert caught.value.status == 400
+    with pytest.raises(ApiError) as caught:
+        decode_json(b"{}", "text/plain")
+    assert caught.value.status == 415
+
+
+class FakeTokenizer:
+    """Two bytes of one character, and letters."""
+
+    TOKENS = (b"a", b"b", b"\xc3", b"\xa9")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.TOKENS[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return self.TOKENS[token_id].decode(errors="replace")
+
+
+def test_logprobs_of_chats_have_true_bytes() -> None:
+    names = TokenNames(FakeTokenizer(), as_ids=False)  # type: ignore[arg-type]
+    positions = [
+        {2: Logprob(-0.5, 1, ""), 0: Logprob(float("-inf"), 2, "a")},
+        {3: Logprob(-1.5, 7, "é"), 0: Logprob(-0.1, 1, "a"), 1: Logprob(-0.2, 2, "b")},
+    ]
+    content = chat_logprobs(names, positions, 2)["content"]
+    assert bytes(content[0]["bytes"] + content[1]["bytes"]).decode() == "é"
+    assert [top["token"] for top in content[0]["top_logprobs"]] == ["", "a"]
+    assert content[0]["top_logprobs"][1]["logprob"] == -9999.0
+    assert [top["token"] for top in content[1]["top_logprobs"]] == ["a", "b"]
+    assert chat_logprobs(names, positions, 0)["content"][0]["top_logprobs"] == []
+    assert len(most_likely(positions[1], -1)) == 3
+
+
+def test_logprobs_in_lists_go_on_where_they_were() -> None:
+    names = TokenNames(FakeTokenizer(), as_ids=False)  # type: ignore[arg-type]
+    logprobs = CompletionLogprobs(names, 1)
+    first = logprobs.take([(0, None), (2, {2: Logprob(-1.0, 1, "")})])
+    assert first["tokens"] == ["a", ""]
+    assert first["token_logprobs"] == [None, -1.0]
+    assert first["top_logprobs"][0] is None
+    same_name = {3: Logprob(-3.0, 2, "é"), 1: Logprob(-1.0, 1, "é")}
+    second = logprobs.take([(3, same_name), (0, {0: Logprob(-1.0, 1, "a")})])
+    assert second["text_offset"] == [1, 2]
+    assert second["top_logprobs"][0] == {"é": -1.0}

@@ -1,0 +1,339 @@
+"""The routes that look and steer, over an engine made for the purpose: no secret gets out, no
+caller waits for ever, no scrape holds others up."""
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDeadError, IsinglassError, ProfilerError
+from engine.server import control, debug
+from engine.server.config import ServerConfig
+from engine.server.errors import add_error_handlers
+from engine.server.metrics import add_metrics
+from engine.server.metrics_share import MetricsShare
+from engine.server.observe import observe
+from engine.server.state import ServerState
+from engine.types.attachment import CoreAttachment
+from instrumentation import Counter, Gauge, Metric, ProfileStatus
+from instrumentation.engine_metrics import ENGINE_UP
+from instrumentation.metric_merge import encode_snapshot
+from instrumentation.prometheus import exposition
+from instrumentation.server_metrics import FRONTEND_CPU, FRONTEND_MEMORY, SERVER_METRICS
+
+Calls = Callable[..., Awaitable[Any]]
+
+
+class FakeEngine:
+    """An engine that has not started; what is awaited of it is set by the test."""
+
+    model_name = "tiny"
+    labelled_name = None
+    observer = None
+    attachment = None
+    num_unfinished = 0
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = EngineConfig.from_kwargs(**settings)
+        self.metric_sources: list[Callable[[], list[Metric]]] = []
+
+    def set(self, name: str, result: Any) -> None:
+        """Have a method return something, raise it, or wait for an event."""
+
+        async def method(**_: Any) -> Any:
+            if isinstance(result, Exception):
+                raise result
+            return await result.wait() if isinstance(result, asyncio.Event) else result
+
+        setattr(self, name, method)
+
+
+def served(
+    server: dict[str, Any] | None = None, **settings: Any
+) -> tuple[FastAPI, FakeEngine, ServerState]:
+    engine = FakeEngine(**settings)
+    state = ServerState(engine, ServerConfig(**(server or {})))  # type: ignore[arg-type]
+    state.require_ready = lambda: None  # type: ignore[method-assign]
+    app = FastAPI()
+    app.state.server = state
+    add_error_handlers(app)
+    observe(app, state)
+    add_metrics(app, state)
+    app.include_router(control.router)
+    app.include_router(debug.router)
+    return app, engine, state
+
+
+async def ask(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.request(method, path, **options)
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def test_no_secret_is_shown() -> None:
+    secrets = {
+        "api_key": ("key-of-mine",),
+        "api_key_file": "/root/keys-of-mine",
+        "ssl_keyfile": "/root/tls-of-mine.key",
+        "ssl_certfile": "/root/tls-of-mine.pem",
+    }
+    app, _, _ = served(secrets, otlp_traces_endpoint="https://me:word-of-mine@collector:4317/")
+    answer = asyncio.run(ask(app, "GET", "/server_info"))
+    assert answer.status_code == 200
+    assert "of-mine" not in answer.text
+    info = answer.json()
+    assert {name: info["settings"]["server"][name] for name in secrets} == dict.fromkeys(
+        secrets, "set"
+    )
+    shown = info["settings"]["observability"]["otlp_traces_endpoint"]
+    assert shown == "https://collector:4317/"
+    assert info["ready"] is None
+    assert info["phase"] == "starting"
+
+
+def test_every_setting_whose_name_smells_of_a_secret_is_covered() -> None:
+    smells = ("key", "secret", "password", "ssl", "credential")
+    for spec in dataclasses.fields(ServerConfig):
+        if spec.name == "allow_credentials":  # a word of CORS
+            continue
+        is_hidden = control.shown({spec.name: "value"})[spec.name] == "set"
+        assert is_hidden == any(smell in spec.name for smell in smells), spec.name
+
+
+# -- calls to the core -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "text"),
+    [
+        (ProfilerError("a profile is running already"), 409, "running already"),
+        (ConfigError("max_steps must be"), 400, "max_steps"),
+        (EngineDeadError("killed by signal 9"), 503, "died"),
+        (RuntimeError("/root/secret"), 500, "its log says why"),
+        ([ProfileStatus(pid=7)], 200, '"pid":7'),
+    ],
+)
+def test_failures_of_a_call_have_a_status(result: Any, status: int, text: str) -> None:
+    app, engine, _ = served()
+    engine.set("start_profile", result)
+    answer = asyncio.run(ask(app, "POST", "/start_profile", json={"max_steps": 3}))
+    assert answer.status_code == status
+    assert text in answer.text
+    assert "/root" not in answer.text
+
+
+def test_a_core_that_hangs_collects_no_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "CALL_TIMEOUT_S", 0.2)
+
+    async def run() -> None:
+        app, engine, _ = served()
+        core_goes_on = asyncio.Event()
+        engine.set("stop_profile", core_goes_on)
+        engine.set("stop_trace", "runs/run-1")
+        hung = asyncio.create_task(ask(app, "POST", "/stop_profile"))
+        await asyncio.sleep(0.05)
+        refused = await ask(app, "POST", "/stop_trace")
+        assert refused.status_code == 409
+        assert refused.headers["retry-after"] == "1"
+        assert (await ask(app, "GET", "/debug/stacks")).status_code == 200
+        assert (await ask(app, "GET", "/metrics")).status_code == 200
+        answer = await hung
+        assert answer.status_code == 504
+        assert "hang" in answer.json()["error"]["message"]
+        # The call is still on its way, so it stays the only one.
+        assert (await ask(app, "POST", "/stop_trace")).status_code == 409
+        core_goes_on.set()
+        await asyncio.sleep(0.01)
+        assert (await ask(app, "POST", "/stop_trace")).json() == {"run_dir": "runs/run-1"}
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_done_now_is_a_conflict() -> None:
+    async def run() -> None:
+        app, engine, _ = served()
+        engine.set("reset_prefix_cache", False)
+        engine.set("start_trace", IsinglassError("a recording is being written already"))
+        engine.set("dump_flight_record", IsinglassError("there is no flight record"))
+        for method, path in (
+            ("POST", "/reset_prefix_cache"),
+            ("POST", "/start_trace"),
+            ("GET", "/debug/flight"),
+        ):
+            answer = await ask(app, method, path)
+            assert answer.status_code == 409, path
+        engine.set("start_trace", ConfigError("trace_dir 'x' is not a folder"))
+        assert (await ask(app, "POST", "/start_trace")).status_code == 500
+        engine.set("dump_flight_record", EngineDeadError("died; see /tmp/flight-crash.journal"))
+        app.state.flight_record_s = time.monotonic() - 10
+        answer = await ask(app, "POST", "/debug/flight")
+        assert answer.status_code == 503
+        assert "flight-crash" in answer.text
+
+    asyncio.run(run())
+
+
+def test_no_path_is_taken_from_a_client() -> None:
+    async def run() -> None:
+        app, engine, _ = served()
+        engine.set("start_profile", [])
+        engine.set("start_trace", "runs/run-1")
+        for body in ({"folder": "/tmp/x"}, {"trace_dir": "/tmp/x"}, {"profiler_dir": "/tmp/x"}):
+            assert (await ask(app, "POST", "/start_profile", json=body)).status_code == 400
+        answer = await ask(app, "POST", "/start_trace", params={"trace_dir": "/tmp/x"})
+        assert answer.json() == {"run_dir": "runs/run-1"}
+        for path in ("/debug/flight?path=/etc/passwd", "/debug/requests/..%2f..%2fetc%2fpasswd"):
+            assert b"root:" not in (await ask(app, "GET", path)).content
+
+    asyncio.run(run())
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def test_before_the_start_the_server_alone_is_shown() -> None:
+    async def run() -> None:
+        app, _, _ = served()
+        await ask(app, "GET", "/metrics")
+        answer = await ask(app, "GET", "/metrics")
+        assert answer.headers["content-type"].startswith("text/plain")
+        assert 'isinglass_engine_up{engine="0",model_name="tiny"} 0.0' in answer.text
+        assert not [name for name in SERVER_METRICS if name not in answer.text]
+
+    asyncio.run(run())
+
+
+def test_a_frontend_that_takes_anothers_place_does_not_say_that_the_engine_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attachment = CoreAttachment(
+        directory=str(tmp_path),
+        client_index=1,
+        first_request_num=0,
+        began_ns=0,
+        core_pid=1,
+        death_fd=0,
+    )
+    monkeypatch.setattr(FakeEngine, "attachment", attachment)
+    app, _, _ = served()
+    page = app.state.metrics_page
+    labels = {"model_name": "tiny", "engine": "0"}
+
+    def up() -> list[float]:
+        return [one.value for one in page.snapshot() if one.name == ENGINE_UP.name]
+
+    assert up() == [0]  # nobody says that it is up
+    MetricsShare(str(tmp_path), 2, lambda: [Gauge(ENGINE_UP.name, labels, 1)]).write()
+    assert up() == [1]
+
+
+def test_the_dead_are_read_once_and_a_number_of_another_users_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = {1: PermissionError(), 2: ProcessLookupError(), 3: None}
+
+    def kill(pid: int, number: int) -> None:
+        assert number == 0
+        if (error := owner[pid]) is not None:
+            raise error
+
+    monkeypatch.setattr(os, "kill", kill)
+    labels = {"model_name": "tiny", "engine": "0"}
+    for pid in owner:
+        said = [Gauge(FRONTEND_MEMORY.name, labels, 10), Counter(FRONTEND_CPU.name, labels, 1)]
+        (tmp_path / f"metrics.{pid:03}.{pid}").write_bytes(encode_snapshot(said))
+    share = MetricsShare(str(tmp_path), 4, lambda: [Gauge(FRONTEND_MEMORY.name, labels, 5)])
+    for _ in range(2):
+        values = {one.name: one.value for one in share.snapshot()}
+        assert values == {FRONTEND_MEMORY.name: 15, FRONTEND_CPU.name: 3}
+        for pid in (1, 2):  # their files do not change any more
+            (tmp_path / f"metrics.{pid:03}.{pid}").write_bytes(b"")
+        owner[1] = owner[2] = None  # new processes with their numbers
+
+
+def test_without_statistics_there_is_an_explanation() -> None:
+    app, _, _ = served(disable_log_stats=True)
+    answer = asyncio.run(ask(app, "GET", "/metrics"))
+    assert answer.status_code == 404
+    assert "--disable-log-stats" in answer.json()["error"]["message"]
+
+
+def test_snapshots_of_several_processes_can_take_the_place_of_one() -> None:
+    async def run() -> None:
+        app, _, _ = served()
+        app.state.metrics_page.snapshot = lambda: [
+            Gauge("isinglass_engine_up", {"engine": number}, 1) for number in "01"
+        ]
+        text = (await ask(app, "GET", "/metrics")).text
+        assert text.count("isinglass_engine_up{") == 2
+
+    asyncio.run(run())
+
+
+def test_a_broken_snapshot_breaks_no_scrape() -> None:
+    async def run() -> None:
+        app, _, _ = served()
+
+        def broken() -> list[Metric]:
+            raise RuntimeError("no numbers today")
+
+        app.state.metrics_page.snapshot = broken
+        answer = await ask(app, "GET", "/metrics")
+        assert answer.status_code == 200
+        assert not answer.content
+
+    asyncio.run(run())
+
+
+def test_a_scrape_is_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return exposition(*arguments, **options)
+
+    monkeypatch.setattr("instrumentation.prometheus.exposition", slow)
+
+    async def run() -> None:
+        app, _, _ = served()
+        scrape = asyncio.create_task(ask(app, "GET", "/metrics"))
+        ticks = 0
+        while not scrape.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert scrape.result().status_code == 200
+        assert ticks >= 10  # a loop that is held up would have come round once
+
+    asyncio.run(run())
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def test_requests_are_listed_before_the_engine_has_started() -> None:
+    async def run() -> None:
+        app, _, _ = served()
+        listed = (await ask(app, "GET", "/debug/requests")).json()
+        assert listed["unfinished"] == listed["finished"] == []
+        assert [one["path"] for one in listed["http"]] == ["/debug/requests"]
+        answer = await ask(app, "GET", "/debug/requests/a%20b")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "request_not_found"
+
+    asyncio.run(run())
+
+
+def test_stacks_name_threads_and_tasks() -> None:
+    text = asyncio.run(ask(served()[0], "GET", "/debug/stacks")).text
+    assert "thread MainThread" in text
+    assert Path(debug.__file__).name in text
+    assert "task " in text
