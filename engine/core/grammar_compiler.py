@@ -5,7 +5,6 @@ which is killed and started anew. What it has found good is compiled again here,
 long as there; the library lets other threads run meanwhile. Knows constraints; knows no request.
 """
 
-import itertools
 import queue
 import threading
 import time
@@ -51,10 +50,7 @@ class GrammarCompiler:
     def __init__(self, process_kwargs: dict[str, Any], *, timeout_s: float) -> None:
         self._process_kwargs = process_kwargs
         self._timeout_s = timeout_s
-        # Shortest first: one that takes all of its time must not hold up all the small ones.
-        self._wanted: queue.PriorityQueue[tuple[int, int, GrammarKey | None]]
-        self._wanted = queue.PriorityQueue()
-        self._order = itertools.count()
+        self._wanted: queue.SimpleQueue[GrammarKey | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self._has_result = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,7 +71,7 @@ class GrammarCompiler:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
         self._not_begun.add(key)
-        self._wanted.put((len(key[1]), next(self._order), key))
+        self._wanted.put(key)
 
     def withdraw(self, key: GrammarKey) -> None:
         """Nobody wants the constraint any more: it is not begun, and may have no result."""
@@ -96,7 +92,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Give up what is being compiled and end the other process."""
         self._is_closing = True
-        self._wanted.put((-1, 0, None))
+        self._wanted.put(None)
         if self._thread is None:
             return
         process = self._process
@@ -111,7 +107,7 @@ class GrammarCompiler:
         return result._replace(duration_ns=time.monotonic_ns() - began_ns)
 
     def _run(self) -> None:
-        while (key := self._wanted.get()[-1]) is not None and not self._is_closing:
+        while (key := self._wanted.get()) is not None and not self._is_closing:
             try:
                 self._not_begun.remove(key)  # in one go: the other thread changes the set too
             except KeyError:

@@ -47,9 +47,11 @@ class InprocClient(EngineCoreClient):
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._ensure_alive()
-        self._ready.extend(self._core.abort_requests(request_ids).values())
-        if not self._core.has_work():
-            self._ready.extend(self._core.idle_outputs().values())
+        packages = self._core.abort_requests(request_ids)
+        if packages and not self._core.has_work():
+            for client, idle in self._core.idle_outputs().items():
+                packages[client].idle_cached_blocks = idle.idle_cached_blocks
+        self._ready.extend(packages.values())
 
     def get_output(self) -> EngineCoreOutputs:
         self._ensure_alive()

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,13 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
     assert run([sys.executable, str(ROOT / "examples" / name)], tmp_path).strip()
 
 
-@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=range(len(PYTHON_BLOCKS)))
+def first_is_short(blocks: list[str]) -> list[Any]:
+    """The first block for `make test`, the others for `make test-slow`."""
+    later = [pytest.param(block, marks=pytest.mark.slow) for block in blocks[1:]]
+    return [blocks[0], *later]
+
+
+@pytest.mark.parametrize("block", first_is_short(PYTHON_BLOCKS), ids=range(len(PYTHON_BLOCKS)))
 def test_readme_python_block_runs(block: str, tmp_path: Path) -> None:
     """From standard input, as a reader would paste it: no file, no `__main__` guard."""
     run([sys.executable, "-"], tmp_path, stdin=block)

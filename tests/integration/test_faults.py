@@ -398,6 +398,7 @@ def test_a_script_needs_no_guard(by_stdin: bool, tiny_llama: Path) -> None:
         running.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_class_of_the_script_itself(tiny_llama: Path) -> None:
     """This one needs the guard, because the core loads the script."""
     body = """

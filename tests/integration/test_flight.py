@@ -109,6 +109,7 @@ def test_an_idle_engine_whose_core_is_killed_is_shown_as_down(tiny_llama: Path) 
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_a_crash_in_the_core_is_written_down_by_the_core(tiny_llama: Path, tmp_path: Path) -> None:
     """A processor that raises for the whole batch ends the engine; the step is on record."""
     llm = LLM(

@@ -537,6 +537,7 @@ def test_processors_of_single_requests(tiny_llama: Path) -> None:
     assert repeated == (prompts[3] * 2)[:9]
 
 
+@pytest.mark.slow
 def test_processors_that_cannot_be_loaded(tiny_llama: Path) -> None:
     class Local(EvenTokensOnly):
         pass

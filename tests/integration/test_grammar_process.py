@@ -113,6 +113,7 @@ def test_what_cannot_be_right_is_refused_with_its_reason(compiler: GrammarCompil
     assert compiler.process_id == pid
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_given_up_and_the_next_one_is_served(
     compiler: GrammarCompiler,
 ) -> None:
@@ -143,6 +144,7 @@ def test_sigkill_costs_only_a_second_try(compiler: GrammarCompiler) -> None:
     killer.join()
 
 
+@pytest.mark.slow
 def test_it_dies_with_its_parent_in_the_middle_of_compiling() -> None:
     program = (
         "from tests.integration.test_grammar_process import *\n"

@@ -179,6 +179,7 @@ def test_children_and_their_children_have_the_hooks(
     assert done.stdout.splitlines() == [APPLIED] * 6
 
 
+@pytest.mark.slow
 def test_our_own_engine_core_has_the_hooks(run: Run, tmp_path: Path, tiny_llama: Path) -> None:
     write_user_hooks(
         tmp_path / "path",
@@ -369,6 +370,7 @@ def test_short_lived_programs_end_with_the_gc_hook(run: Run, tmp_path: Path) -> 
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_layers_have_no_ranges_where_no_tool_listens(run: Run) -> None:
     code = "import torch; print(torch.nn.Linear(2, 2)(torch.ones(2)).shape)"
     done = run("-c", code, ISINGLASS_HOOKS="nvtx-layers")
@@ -390,6 +392,7 @@ def test_a_stall_is_dumped_once(run: Run, tmp_path: Path) -> None:
     assert f"stacks are in {file}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_profile_can_be_asked_for_twice(environment: dict[str, str], tmp_path: Path) -> None:
     """After the delay, and again by the signal; threads other than the main one are seen."""
     script = tmp_path / "script.py"

@@ -310,6 +310,7 @@ def test_files_and_stream_over_http(server: ServerProcess) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_page_comes_back_after_a_restart(
     model_flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

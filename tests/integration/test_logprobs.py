@@ -205,6 +205,7 @@ def test_modes_with_a_processor_that_masks(
             check_position(completion.logprobs[index], token_id, expected, -1)
 
 
+@pytest.mark.slow
 def test_embedded_model_across_processes(
     embedded_reference: ReferenceModel, embedded_prompts: list[list[int]]
 ) -> None:

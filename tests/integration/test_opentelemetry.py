@@ -453,6 +453,7 @@ def test_over_http_from_a_spawned_core(tiny_llama: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+@pytest.mark.slow
 def test_tls_and_what_it_takes_to_trust_the_receiver(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_tiny_models_in_process(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_tiny_models_spawned(
     family: str,
     tiny_folders: dict[str, Path],

@@ -103,6 +103,7 @@ def test_a_bounded_recording_ends_and_the_engine_goes_on(tiny_llama: Path, tmp_p
     assert Event.RECORDING_ENDED in {event.kind for event in run.events}
 
 
+@pytest.mark.slow
 def test_ring_mode_of_an_engine_reads_as_one_run(tiny_llama: Path, tmp_path: Path) -> None:
     with LLM(tiny_llama, trace_dir=tmp_path, trace_ring_s=1.0, **SETTINGS) as llm:
         deadline = time.monotonic() + 3

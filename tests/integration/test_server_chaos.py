@@ -8,7 +8,9 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -34,6 +36,15 @@ from tests.integration.server_process import SMALL_FLAGS, ServerProcess
 QUIET = (*SMALL_FLAGS, "--disable-access-log")
 OTHER_SEED = {"temperature": 1, "seed": 3}
 ENDS_WITHIN_S = 30.0
+
+
+@pytest.fixture
+def private_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of each test's own: a server of other tests may live in the session's."""
+    folder = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Stream:
@@ -287,6 +298,7 @@ def who_answers(server: ServerProcess) -> set[int]:
         }
 
 
+@pytest.mark.slow
 def test_a_frontend_is_stopped_and_goes_on(text_llama: Path) -> None:
     """The other's streams and new requests do not notice; its own go on afterwards."""
     with ServerProcess(str(text_llama), *QUIET, "--api-server-count", "2") as server:

@@ -9,10 +9,12 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +29,15 @@ from tests.integration.scripts import is_running, socket_folders, wait_until
 from tests.integration.server_process import ROOT, SMALL_FLAGS, ServerProcess, free_port
 
 LONG = {"prompt": "On and on", "max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+def private_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of each test's own: a server of other tests may live in the session's."""
+    folder = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Client(threading.Thread):
@@ -135,6 +146,7 @@ def test_running_requests_end_and_new_ones_are_refused(
     assert read.returncode == 0, "3 would be: a journal was cut off"
 
 
+@pytest.mark.slow
 def test_requests_are_cut_off_when_time_is_up(
     text_llama: Path, private_temporary_folder: Path
 ) -> None:
@@ -174,6 +186,7 @@ def test_a_second_signal_ends_at_once(text_llama: Path, private_temporary_folder
     assert_nothing_left(pids, private_temporary_folder)
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_start(text_llama: Path, private_temporary_folder: Path) -> None:
     with running(text_llama, wait=False) as server:
         wait_until(lambda: server.health() == 503, 30, "it does not listen before it is ready")
@@ -212,6 +225,7 @@ def test_death_of_the_core_ends_the_server(
     assert_nothing_left(pids, private_temporary_folder)
 
 
+@pytest.mark.slow
 def test_a_server_may_outlive_its_core(text_llama: Path, private_temporary_folder: Path) -> None:
     with running(text_llama, "--keep-alive-on-engine-death") as server:
         assert engine_up(server) == 1
@@ -236,6 +250,7 @@ def engine_up(server: ServerProcess) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there(tmp_path: Path, private_temporary_folder: Path) -> None:
     with ServerProcess(str(tmp_path / "nothing"), wait=False) as server:
         assert wait_for_end(server, 20) == 1
@@ -280,6 +295,7 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Use another --port" in error
 
 
+@pytest.mark.slow
 def test_a_core_that_is_stopped_goes_on_later_and_ends_with_its_server(
     text_llama: Path, private_temporary_folder: Path
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_short_load_of_all_kinds(server: ServerProcess) -> None:
         assert outcomes[outcome] == 0, outcomes
 
 
+@pytest.mark.slow
 def test_a_reader_that_stalls_gets_everything_later(server: ServerProcess) -> None:
     """It reads nothing until the engine is done; what it has not read is merged, not queued.
 

@@ -372,6 +372,7 @@ def test_prompts_are_refused_by_their_length(prompt: list[Any], client: httpx.Cl
 # -- last, since it leaves a thread busy -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_template_without_an_end_stops_neither_the_server_nor_its_end(
     server: ServerProcess,
 ) -> None:

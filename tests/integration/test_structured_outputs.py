@@ -155,6 +155,7 @@ def test_the_other_constraints_hold(llm: LLM) -> None:
     assert all(isinstance(json.loads(text), dict) for text in objects)
 
 
+@pytest.mark.slow
 def test_company_and_scheduling_change_no_token(llm: LLM, small: LLM) -> None:
     """Two steps in flight or one, spawned or not, preempted or not, alone or in a batch."""
     prompts, wanted = mixed_load()

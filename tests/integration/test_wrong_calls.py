@@ -146,6 +146,7 @@ def test_a_setting_that_cannot_be_is_named(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_processor_below_the_guard_of_the_script(tiny_llama: Path) -> None:
     body = """
 from engine import LogitsProcessor, ConfigError

@@ -284,6 +284,7 @@ def test_only_reading_is_allowed(server: MetricsServer) -> None:
         assert response.read() == b""
 
 
+@pytest.mark.slow
 def test_sums_hold_for_whoever_reads_meanwhile() -> None:
     metrics = Metrics(LABELS)
     observer = EngineObserver(metrics, ConsoleStatus(log=lambda line: None))
