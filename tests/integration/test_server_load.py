@@ -37,7 +37,7 @@ from tests.integration.server_facts import (
 )
 from tests.integration.server_process import SMALL_FLAGS, ServerProcess
 
-LOAD_SECONDS = float(os.environ.get("ISINGLASS_LOAD_SECONDS", "90"))
+LOAD_SECONDS = float(os.environ.get("ISINGLASS_LOAD_SECONDS", "30"))
 LOAD_STREAMS = int(os.environ.get("ISINGLASS_LOAD_STREAMS", "256"))
 
 FLAGS = ("--timeout-read-s", "3", "--max-body-bytes", "65536", "--disable-access-log")

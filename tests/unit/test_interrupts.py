@@ -3,12 +3,21 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from engine.transport.async_mp_client import AsyncMPClient
 from engine.transport.interrupts import deferred_interrupts
 from engine.transport.mp_client import SyncMPClient
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_raise() -> Iterator[None]:
+    """Also where a shell has started us in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_comes_when_the_block_is_done() -> None:
