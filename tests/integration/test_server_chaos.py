@@ -275,7 +275,8 @@ def test_a_frontend_is_killed(text_llama: Path, private_temporary_folder: Path) 
         seen = scrape(server.url)
         assert_no_less(before, seen)
         check_arrivals(seen)
-        assert seen.total("requests_arrived_total") >= num
+        # What a frontend has counted since it last wrote, at most a second, dies with it.
+        assert seen.total("requests_arrived_total") >= num // 2
         assert seen.total("requests_in_flight") == 0
         wait_until(
             lambda: httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200,
