@@ -23,12 +23,12 @@ from engine.api.run_dir import make_run_dir
 from engine.api.text_threads import Result, TextThreads, is_long
 from engine.checkpoint.locate import EMBEDDED_MODEL
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, IsinglassError, TokenizerError
+from engine.errors import EngineDeadError, IsinglassError
 from engine.frontend.input_processor import ProcessedParams, ProcessedPrompt, Prompt
 from engine.frontend.llm_engine import LLMEngine, id_in_use
-from engine.frontend.observer import make_observer
+from engine.frontend.observer import make_observer, tracer_opener
 from engine.frontend.output_stream import RequestStream
-from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION, RequestTracer, open_tracer
+from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION
 from engine.frontend.tokenizer import Tokenizer
 from engine.log import get_logger
 from engine.transport.async_mp_client import AsyncMPClient
@@ -37,7 +37,7 @@ from engine.transport.interrupts import children_outlive_sigterm
 from engine.types.attachment import CoreAttachment
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
-from instrumentation import Metric, ObservabilityConfig, Role
+from instrumentation import Metric, Role
 from instrumentation.audit import audit, without_effect
 from instrumentation.setup import setup
 
@@ -219,11 +219,9 @@ class AsyncLLM(AsyncViews):
         stream = await self.submit(
             prompt, sampling_params, request_id, priority=priority, traceparent=traceparent
         )
-        try:
+        with contextlib.closing(stream):
             async for output in stream:
                 yield output
-        finally:
-            stream.close()
 
     async def chat(
         self,
@@ -245,11 +243,9 @@ class AsyncLLM(AsyncViews):
             traceparent=traceparent,
             operation=CHAT,
         )
-        try:
+        with contextlib.closing(stream):
             async for output in stream:
                 yield output
-        finally:
-            stream.close()
 
     async def submit(
         self,
@@ -347,18 +343,11 @@ class AsyncLLM(AsyncViews):
         Raises:
             TokenizerError: the engine was made with skip_tokenizer_init=True.
         """
-        tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None:
-            raise TokenizerError("the engine has no tokenizer (skip_tokenizer_init=True)")
-        return tokenizer
+        return self.llm_engine.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given none: the model's own, see `generation_config`."""
-        if self._config.model.generation_config == "vllm":
-            return SamplingParams()
-        return SamplingParams.from_generation_defaults(
-            self.llm_engine.model_config.generation_defaults
-        )
+        return self.llm_engine.default_sampling_params()
 
     async def render_chat(
         self,
@@ -408,7 +397,7 @@ class AsyncLLM(AsyncViews):
                     obs=obs,
                     run_dir=run_dir,
                     observer=observer,
-                    open_tracer=_opens_tracer(wanted, observer),
+                    open_tracer=tracer_opener(wanted, observer),
                     make_client=functools.partial(self._make_client, make_client),
                     first_request_num=0 if attachment is None else attachment.first_request_num,
                 )
@@ -497,8 +486,3 @@ class AsyncLLM(AsyncViews):
         server, self._metrics_server = self._metrics_server, None
         if server is not None:
             server.close()
-
-
-def _opens_tracer(wanted: ObservabilityConfig, observer: Any) -> Callable[[str], RequestTracer]:
-    collect = None if observer is None else observer.metrics.snapshot
-    return lambda model: open_tracer(wanted, model=model, collect=collect)

@@ -7,7 +7,7 @@ with LLM() as llm:
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,19 +22,17 @@ from engine.errors import (
     EngineDeadError,
     PromptError,
     RequestError,
-    TokenizerError,
 )
 from engine.frontend.input_processor import ProcessedPrompt, Prompt
 from engine.frontend.llm_engine import LLMEngine
-from engine.frontend.observer import make_observer
-from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION, RequestTracer, open_tracer
+from engine.frontend.observer import make_observer, tracer_opener
+from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION
 from engine.frontend.tokenizer import Tokenizer, checked_ids
 from engine.log import get_logger
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import RequestOutputKind, SamplingParams
 from engine.types.sampling_checks import short
 from instrumentation import (
-    ObservabilityConfig,
     Role,
 )
 from instrumentation.audit import audit, without_effect
@@ -97,7 +95,7 @@ class LLM(EngineViews):
                 obs=obs,
                 run_dir=self.run_dir,
                 observer=self._observer,
-                open_tracer=self._open_tracer(wanted),
+                open_tracer=tracer_opener(wanted, self._observer),
             )
         except BaseException:
             self._close_metrics()
@@ -212,18 +210,11 @@ class LLM(EngineViews):
         Raises:
             TokenizerError: the engine was made with skip_tokenizer_init=True.
         """
-        tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None:
-            raise TokenizerError("the engine has no tokenizer (skip_tokenizer_init=True)")
-        return tokenizer
+        return self.llm_engine.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given none: the model's own, see `generation_config`."""
-        if self.config.model.generation_config == "vllm":
-            return SamplingParams()
-        return SamplingParams.from_generation_defaults(
-            self.llm_engine.model_config.generation_defaults
-        )
+        return self.llm_engine.default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while requests are running."""
@@ -259,12 +250,6 @@ class LLM(EngineViews):
             self.shutdown()
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _open_tracer(self, wanted: ObservabilityConfig) -> Callable[[str], RequestTracer]:
-        """What the engine calls once its core is on its way up."""
-        # Not `self`: the exporting thread must not keep a forgotten engine alive.
-        collect = None if self._observer is None else self._observer.metrics.snapshot
-        return lambda model: open_tracer(wanted, model=model, collect=collect)
 
     def _generate(
         self,

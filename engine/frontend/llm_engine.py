@@ -15,7 +15,13 @@ from typing import Any
 from engine.checkpoint.architecture import read_model_config
 from engine.checkpoint.locate import ModelSource, resolve_model
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDeadError, IsinglassError, PromptError
+from engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    IsinglassError,
+    PromptError,
+    TokenizerError,
+)
 from engine.frontend.engine_controls import EngineControls
 from engine.frontend.input_processor import (
     InputProcessor,
@@ -59,7 +65,7 @@ class LLMEngine:
         obs: Instrument,
         run_dir: str | None = None,
         observer: EngineObserver | None = None,
-        open_tracer: Callable[[str], RequestTracer] | None = None,
+        open_tracer: Callable[..., RequestTracer] | None = None,
         make_client: Callable[..., EngineCoreClient] = EngineCoreClient.make_client,
         first_request_num: int = 0,
     ) -> None:
@@ -92,7 +98,7 @@ class LLMEngine:
             self._keep_startup(StartupPhase.SPAWN, resolved_ns, spawned_ns)
             # Tracer and tokenizer load while the core boots.
             if open_tracer is not None:
-                self.tracer = open_tracer(source.name)
+                self.tracer = open_tracer(model=source.name)
                 if observer is not None:
                     observer.metrics.engine.watch(SinkName.OPENTELEMETRY, self.tracer)
             self.tokenizer: Tokenizer | None = None
@@ -378,6 +384,22 @@ class LLMEngine:
             self._observer.observe(message, done, received_ns=received_ns)
         self.tracer.observe(message, done)
         return done.request_outputs
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            TokenizerError: the engine was made with skip_tokenizer_init=True.
+        """
+        if self.tokenizer is None:
+            raise TokenizerError("the engine has no tokenizer (skip_tokenizer_init=True)")
+        return self.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """The model's own, or ours with generation_config="vllm"."""
+        if self.config.model.generation_config == "vllm":
+            return SamplingParams()
+        return SamplingParams.from_generation_defaults(self.model_config.generation_defaults)
 
     def has_unfinished_requests(self) -> bool:
         """Whether outputs are still to come."""

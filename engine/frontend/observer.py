@@ -4,6 +4,7 @@ One object is told of every message; an engine without statistics simply has non
 here is counted and logged once, and never reaches a request.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from engine.checkpoint.locate import EMBEDDED_MODEL
 from engine.config import EngineConfig
 from engine.frontend.live_tap import LiveTap
 from engine.frontend.output_processor import ProcessedOutputs
+from engine.frontend.request_tracer import RequestTracer, open_tracer
 from engine.log import get_logger
 from engine.types.messages import EngineCoreOutputs, EngineCoreReadyResponse
 from engine.types.sampling import SamplingParams
@@ -195,6 +197,17 @@ def make_observer(
     )
     console = ConsoleStatus(engine_index=engine_index, interval_s=wanted.log_stats_interval_s)
     return EngineObserver(metrics, console, wanted=wanted, counts_steps=counts_steps)
+
+
+def tracer_opener(
+    wanted: ObservabilityConfig, observer: EngineObserver | None
+) -> Callable[..., RequestTracer]:
+    """What the engine calls with its model's name once its core is on its way up.
+
+    It holds the metrics alone: the exporting thread must not keep a forgotten engine alive.
+    """
+    collect = None if observer is None else observer.metrics.snapshot
+    return functools.partial(open_tracer, wanted, collect=collect)
 
 
 def _core_facts(ready: EngineCoreReadyResponse) -> dict[str, str]:

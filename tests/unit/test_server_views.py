@@ -84,9 +84,9 @@ async def ask(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Res
 def test_no_secret_is_shown() -> None:
     secrets = {
         "api_key": ("key-of-mine",),
-        "api_key_file": "/root/keys-of-mine",
-        "ssl_keyfile": "/root/tls-of-mine.key",
-        "ssl_certfile": "/root/tls-of-mine.pem",
+        "api_key_file": "/private/keys-of-mine",
+        "ssl_keyfile": "/private/tls-of-mine.key",
+        "ssl_certfile": "/private/tls-of-mine.pem",
     }
     app, _, _ = served(secrets, otlp_traces_endpoint="https://me:word-of-mine@collector:4317/")
     answer = asyncio.run(ask(app, "GET", "/server_info"))
@@ -120,7 +120,7 @@ def test_every_setting_whose_name_smells_of_a_secret_is_covered() -> None:
         (ProfilerError("a profile is running already"), 409, "running already"),
         (ConfigError("max_steps must be"), 400, "max_steps"),
         (EngineDeadError("killed by signal 9"), 503, "died"),
-        (RuntimeError("/root/secret"), 500, "its log says why"),
+        (RuntimeError("/private/secret"), 500, "its log says why"),
         ([ProfileStatus(pid=7)], 200, '"pid":7'),
     ],
 )

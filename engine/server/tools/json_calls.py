@@ -147,15 +147,7 @@ class JsonCallParser(CallParser):
     # -- states ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._opening += self._skip_space()
-        if not self._buffer:
-            return
-        if self._buffer[0] == "{":
-            self._expect_object()
-        elif self._buffer[0] == "[":
-            self._in_list = True
-            self._open(self._consume(1), _At.ELEMENT)
-        else:
+        if not self._may_begin_call():
             self._give_up()
 
     def _read_text(self) -> None:
@@ -172,15 +164,9 @@ class JsonCallParser(CallParser):
         self._open("" if tag in self._hidden else tag, _At.OPENED)
 
     def _read_opened(self) -> None:
-        self._opening += self._skip_space()
-        if not self._buffer:
+        if self._may_begin_call():
             return
-        if self._buffer[0] == "{":
-            self._expect_object()
-        elif self._buffer[0] == "[":
-            self._in_list = True
-            self._open(self._consume(1), _At.ELEMENT)
-        elif not self._syntax.names_first:
+        if not self._syntax.names_first:
             self._leave()
         elif (match := _NAMED.match(self._buffer)) is not None:
             self._begin_call(match[1], match.end(), then=_At.NEXT)
@@ -282,6 +268,18 @@ class JsonCallParser(CallParser):
             self._at = _At.TEXT
 
     # -- helpers -----------------------------------------------------------------------------------
+
+    def _may_begin_call(self) -> bool:
+        """Whether an object or a list begins here, which is then entered, or nothing has come."""
+        self._opening += self._skip_space()
+        if self._buffer.startswith("{"):
+            self._expect_object()
+        elif self._buffer.startswith("["):
+            self._in_list = True
+            self._open(self._consume(1), _At.ELEMENT)
+        elif self._buffer:
+            return False
+        return True
 
     def _begin_call(self, name: str, length: int, *, then: _At) -> None:
         """A call whose arguments begin behind this length, and what is expected behind them."""
