@@ -1,6 +1,7 @@
 """What holds for every test: a clean environment before it, nothing left behind after it."""
 
 import gc
+import logging
 import os
 import tempfile
 import time
@@ -34,6 +35,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of the caller's shell reaches a test."""
     for name in [name for name in os.environ if name.startswith(_PREFIXES)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def unconfigured_logger() -> None:
+    """Our logger as at import: an engine of an earlier test has set it up as its process's own."""
+    logger = logging.getLogger("isinglass")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,6 @@ def test_an_override_beats_the_budget() -> None:
 
 
 def test_the_context_is_reduced_to_the_pool_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("isinglass").propagate = True
     with caplog.at_level(logging.WARNING, logger="isinglass"):
         got = size(num_blocks_override=10, max_model_len=161)
     assert got.max_model_len == 160

@@ -19,12 +19,6 @@ from tests.unit.native_support import needs_native
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _records_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where an engine of another test has set our logger up as its process's own."""
-    monkeypatch.setattr(logging.getLogger("isinglass"), "propagate", True)
-
-
 def select(folder: Path, **changes: Any) -> str:
     """The name of the chosen backend for a tiny model that the native kernels can run."""
     settings = {k: v for k, v in changes.items() if k in ("attention_backend", "cpu_kernels")}
