@@ -25,12 +25,11 @@ from instrumentation.names import (
     WaitingReason,
 )
 from instrumentation.ranges import Ranges
-from instrumentation.records import (
+from instrumentation.request_records import RequestArrived, RequestTimeline
+from instrumentation.step_records import (
     Admission,
     GrammarTotals,
     Preemption,
-    RequestArrived,
-    RequestTimeline,
     StepRecord,
     WorkerStepRecord,
 )

@@ -10,7 +10,8 @@ from typing import Final
 from instrumentation.labels import StepLabel
 from instrumentation.names import Event, FlightReason, SinkName, StartupPhase
 from instrumentation.ranges import Ranges
-from instrumentation.records import RequestTimeline, StepRecord, WorkerStepRecord
+from instrumentation.request_records import RequestTimeline
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 
 
 class Span:

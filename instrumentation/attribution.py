@@ -14,8 +14,8 @@ than it does here. Weights decide only how a step is divided; shares add up to i
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from instrumentation.records import StepRecord
 from instrumentation.step_history import HistoricStep
+from instrumentation.step_records import StepRecord
 
 EQUAL_COST_CONTEXT = 4096
 """Context, in tokens, at which attention costs as much as all the rest."""

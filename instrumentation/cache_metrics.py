@@ -6,7 +6,7 @@ Knows which field of a step record feeds which metric.
 from instrumentation.accumulators import Families
 from instrumentation.metric_info import SMALL_COUNT_BUCKETS, MetricKind, Unit, declare
 from instrumentation.names import PrefixMiss
-from instrumentation.records import StepRecord
+from instrumentation.step_records import StepRecord
 
 BLOCK_STATES = ("used", "cached_free", "free")
 ADMISSIONS = ("first", "preempted")

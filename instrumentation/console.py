@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from instrumentation.records import StepRecord
+from instrumentation.step_records import StepRecord
 
 _LOGGER = logging.getLogger("isinglass.status")
 

@@ -10,7 +10,7 @@ from instrumentation.accumulators import Families
 from instrumentation.api import Instrument
 from instrumentation.metric_info import MetricKind, Unit, declare
 from instrumentation.names import RING, Role, SinkName, StartupPhase
-from instrumentation.records import StepRecord
+from instrumentation.step_records import StepRecord
 
 MEMORY_COMPONENTS = ("weights", "kv_cache", "graphs", "activations", "other")
 

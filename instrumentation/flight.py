@@ -21,15 +21,9 @@ from instrumentation.journal import JournalWriter, open_numbered
 from instrumentation.labels import step_kind
 from instrumentation.names import MAIN_THREAD_OF_ROLE, FlightReason, Role, ThreadName
 from instrumentation.process_header import process_header, read_clock_anchor
-from instrumentation.records import (
-    EventRecord,
-    FlightDump,
-    Record,
-    RequestArrived,
-    StepRecord,
-    ThreadStarted,
-    WorkerStepRecord,
-)
+from instrumentation.records import EventRecord, FlightDump, Record, ThreadStarted
+from instrumentation.request_records import RequestArrived
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 
 _LOGGER = logging.getLogger("isinglass.telemetry")
 FILE_PREFIX = "flight-"

@@ -53,7 +53,7 @@ def _bounds(name: str, bounds: object) -> tuple[float, ...]:
     wanted = f"must be a list of numbers up to {_LARGEST:g}, each above the one before it"
     if not isinstance(bounds, list) or not bounds:
         raise ValueError(f"custom_histogram_buckets[{name!r}] {wanted}")
-    numbers = []
+    numbers: list[float] = []
     for bound in bounds:
         is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
         if not is_number or math.isnan(bound) or abs(bound) > _LARGEST:

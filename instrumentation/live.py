@@ -31,17 +31,11 @@ from instrumentation.names import (
 )
 from instrumentation.process_instruments import JournalFactory, ProcessInstruments
 from instrumentation.ranges import Ranges
-from instrumentation.records import (
-    EventRecord,
-    RequestArrived,
-    RequestTimeline,
-    Spans,
-    StartupRecord,
-    StepRecord,
-    WorkerStepRecord,
-)
+from instrumentation.records import EventRecord, Spans, StartupRecord
+from instrumentation.request_records import RequestArrived, RequestTimeline
 from instrumentation.ring import Ring
 from instrumentation.spans import FencedRanges, GroupedSpan, LooseSpan, RangedSpan
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 
 RING_CAPACITY = 8192
 _CLOSE_TIMEOUT_S = 5.0

@@ -13,9 +13,9 @@ from instrumentation.api import NULL, Instrument
 from instrumentation.cache_metrics import CacheMetrics
 from instrumentation.engine_metrics import EngineMetrics
 from instrumentation.metric_types import Metric
-from instrumentation.records import StepRecord
 from instrumentation.request_metrics import RequestMetrics
 from instrumentation.step_metrics import StepMetrics
+from instrumentation.step_records import StepRecord
 from instrumentation.structured_output_metrics import StructuredOutputMetrics
 
 
@@ -73,7 +73,7 @@ class Metrics:
         self.steps.take_levels(self._clock(), self._instrument.phase_totals_ns())
         if last_step is not None:
             self.cache.take_levels(last_step)
-            self.structured_outputs.take_levels(last_step)
+        self.structured_outputs.take_levels()
         self.requests.take_levels()
         self.engine.take_levels(last_step)
         return self._families.snapshot(self.labels)

@@ -262,6 +262,8 @@ class GrammarOutcome(IntEnum):
     """The process that compiled it died."""
     UNAVAILABLE = 4
     """Nothing can be compiled: no process, or no usable tokenizer."""
+    WITHDRAWN = 5
+    """Nobody wanted it any more before it was compiled."""
 
     @property
     def label(self) -> str:

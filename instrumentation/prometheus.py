@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Thread
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -87,10 +87,11 @@ class MetricsServer:
         registry.register(collector)
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server_class = type("_Server", (ThreadingWSGIServer,), {"address_family": family})
-        self._server = make_server(
+        self._server: WSGIServer = make_server(
             host, port, _application(registry), server_class, handler_class=_QuietHandler
         )
-        self.host, self.port = host, self._server.server_port
+        self.host = host
+        self.port: int = self._server.server_port
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 

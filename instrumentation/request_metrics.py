@@ -11,7 +11,7 @@ from typing import NamedTuple
 from instrumentation.accumulators import Families, HistogramFamily
 from instrumentation.metric_info import SMALL_COUNT_BUCKETS, MetricKind, Unit, declare
 from instrumentation.metric_types import Exemplar
-from instrumentation.records import RequestTimeline
+from instrumentation.request_records import RequestTimeline
 from instrumentation.slo import MissCause, Objective
 from instrumentation.trace_context import parse_traceparent
 

@@ -12,9 +12,10 @@ import msgspec
 
 from instrumentation.attribution import Contexts, Share, share_step
 from instrumentation.labels import format_step_label
-from instrumentation.names import HEAD_OF_LINE, AdmissionStop
-from instrumentation.records import Admission, RequestTimeline
+from instrumentation.names import HEAD_OF_LINE, AdmissionStop, WaitingReason
+from instrumentation.request_records import RequestTimeline
 from instrumentation.step_history import HistoricStep, StepHistory
+from instrumentation.step_records import Admission
 
 _MAX_LINES = 40
 
@@ -40,7 +41,8 @@ class RequestWait:
     """Successive steps in which the request waited for the same cause."""
 
     cause: str
-    """An `AdmissionStop` label where admission stopped at this request, else `head_of_line`."""
+    """An `AdmissionStop` label where admission stopped at this request, `grammar` where that of
+    its structured output was being compiled, else `head_of_line`."""
     first_step: int
     last_step: int
     num_steps: int
@@ -137,6 +139,8 @@ def report_request(
 def waiting_cause(request_num: int, one: HistoricStep) -> str:
     """Why a request that waited in this step was not taken: a constant-time look at the record."""
     step = one.step
+    if request_num in step.deferred:
+        return WaitingReason.GRAMMAR.label
     is_nobodys = step.admission_stop is AdmissionStop.AFTER_PREEMPTION
     if is_nobodys or step.admission_stop_request_num == request_num:
         return step.admission_stop.label

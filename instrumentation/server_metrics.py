@@ -33,6 +33,7 @@ REFUSALS = (
     "body_too_large",
     "headers_too_large",
     "queue_full",
+    "connections_full",
     "starting",
     "stopping",
     "dead",
@@ -43,8 +44,8 @@ HTTP_ARRIVED = declare(
     "http_requests_arrived_total",
     _COUNTER,
     unit=Unit.REQUESTS,
-    help="HTTP requests whose headers have come in. Arrived = outcomes + in flight; so is the sum "
-    "of isinglass_http_requests_total",
+    help="HTTP requests whose headers have come in, or that were refused before they had. "
+    "Arrived = outcomes + in flight; so is the sum of isinglass_http_requests_total",
 )
 HTTP_REQUESTS = declare(
     "http_requests_total",

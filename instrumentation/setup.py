@@ -4,6 +4,7 @@ Knows the options and every sink. Engine code does not come here, only the entry
 """
 
 import atexit
+import functools
 
 from instrumentation.api import NULL, Instrument
 from instrumentation.config import ObservabilityConfig
@@ -43,16 +44,13 @@ def setup(
     is_needed = run_dir is not None or recorder is not None or ranges is not None
     if config.disable_log_stats and not is_needed:
         return NULL
-
-    def make_journal(folder: str) -> JournalSink:
-        return JournalSink(
-            folder,
-            role=role,
-            rank=rank,
-            max_bytes=config.trace_max_bytes,
-            ring_s=config.trace_ring_s,
-        )
-
+    make_journal = functools.partial(
+        JournalSink,
+        role=role,
+        rank=rank,
+        max_bytes=config.trace_max_bytes,
+        ring_s=config.trace_ring_s,
+    )
     drain = Drain()
     instrument = LiveInstrument(
         MAIN_THREAD_OF_ROLE[role], drain=drain, recorder=recorder, make_journal=make_journal
@@ -64,13 +62,7 @@ def setup(
         config.telemetry_max_share, max_level=LEVEL_WITHOUT_PHASES, apply=process.apply_level
     )
     if run_dir is not None:
-        try:
-            instrument.start_recording(run_dir)
-        except OSError as error:
-            raise ValueError(
-                f"cannot write a recording to {run_dir!r} ({error}); "
-                "name a trace_dir that can be written to, or None for no recording"
-            ) from error
+        _start_recording(instrument, run_dir)
     if recorder is not None and role_is_watched(role):
         drain.watch(process.dump_if_asked)
         if config.flight_slow_step_s is not None or config.flight_slow_step_factor is not None:
@@ -85,3 +77,13 @@ def setup(
     # A script that ends without closing its engine still gets its last records.
     atexit.register(instrument.close)
     return instrument
+
+
+def _start_recording(instrument: Instrument, run_dir: str) -> None:
+    try:
+        instrument.start_recording(run_dir)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write a recording to {run_dir!r} ({error}); "
+            "name a trace_dir that can be written to, or None for no recording"
+        ) from error

@@ -16,13 +16,9 @@ from typing import Protocol
 from instrumentation.journal import SUFFIX, JournalWriter
 from instrumentation.names import Event, SinkName
 from instrumentation.process_header import process_header, read_clock_anchor
-from instrumentation.records import (
-    EventRecord,
-    Record,
-    RequestArrived,
-    StepRecord,
-    ThreadStarted,
-)
+from instrumentation.records import EventRecord, Record, ThreadStarted
+from instrumentation.request_records import RequestArrived
+from instrumentation.step_records import StepRecord
 
 _LOGGER = logging.getLogger("isinglass.telemetry")
 _ANCHOR_INTERVAL_NS = 60_000_000_000

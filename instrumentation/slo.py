@@ -11,7 +11,7 @@ from statistics import median_low
 from instrumentation.config import ObservabilityConfig
 from instrumentation.labels import step_kind
 from instrumentation.names import PrefixMiss
-from instrumentation.records import RequestTimeline
+from instrumentation.request_records import RequestTimeline
 from instrumentation.step_history import HistoricStep, StepHistory
 
 

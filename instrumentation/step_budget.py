@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrumentation.names import PHASES, Phase, ThreadName
-from instrumentation.records import StepRecord, WorkerStepRecord
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 
 Interval = tuple[int, int]
 Span = tuple[int, int, int]

@@ -9,7 +9,8 @@ from collections import OrderedDict, deque
 from typing import NamedTuple
 
 from instrumentation.flight import copy_of
-from instrumentation.records import RequestTimeline, StepRecord, WorkerStepRecord
+from instrumentation.request_records import RequestTimeline
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 
 NUM_STEPS = 2048
 NUM_REQUESTS = 1024

@@ -17,7 +17,7 @@ from instrumentation.names import (
     ThreadName,
     WaitingReason,
 )
-from instrumentation.records import StepRecord, WorkerStepRecord
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 
 STEP_KINDS = ("context", "generation", "mixed")
 

@@ -1,12 +1,12 @@
 """Metrics of structured outputs: compiled grammars, what they cost, what became of the others.
 
-Knows the totals that ride in step records.
+Knows the totals that ride in step records, or alone where no step follows.
 """
 
 from instrumentation.accumulators import Families
 from instrumentation.metric_info import MetricKind, Unit, declare
 from instrumentation.names import GrammarOutcome
-from instrumentation.records import StepRecord
+from instrumentation.step_records import GrammarTotals, StepRecord
 
 _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 
@@ -29,7 +29,8 @@ STRUCTURED_OUTPUT_COMPILE_SECONDS = declare(
     "structured_output_compile_seconds_total",
     _COUNTER,
     unit=Unit.SECONDS,
-    help="Time spent compiling constraints beside the steps, for nothing too",
+    help="Time spent compiling constraints beside the steps, for nothing too; not for those that "
+    "were withdrawn",
 )
 STRUCTURED_OUTPUT_GRAMMARS = declare(
     "structured_output_cached_grammars",
@@ -52,7 +53,7 @@ STRUCTURED_OUTPUT_ROWS = declare(
 
 
 class StructuredOutputMetrics:
-    """Counts structured outputs as of the last step."""
+    """Counts structured outputs as of the last step, or the last failure behind it."""
 
     def __init__(self, families: Families) -> None:
         self._requests = families.counter(STRUCTURED_OUTPUT_REQUESTS)
@@ -61,21 +62,28 @@ class StructuredOutputMetrics:
         self._grammars = families.gauge(STRUCTURED_OUTPUT_GRAMMARS)
         self._bytes = families.gauge(STRUCTURED_OUTPUT_CACHE_BYTES)
         self._rows = families.counter(STRUCTURED_OUTPUT_ROWS)
+        self._totals: GrammarTotals | None = None
 
     def observe_step(self, record: StepRecord) -> None:
         """Count one step of the core."""
         if record.num_structured:
             self._rows.add(record.num_structured)
+        if record.grammars is not None:
+            self._totals = record.grammars
 
-    def take_levels(self, record: StepRecord) -> None:
+    def observe_totals(self, totals: GrammarTotals) -> None:
+        """Take over what no step tells of."""
+        self._totals = totals
+
+    def take_levels(self) -> None:
         """Take the totals over, for a reader."""
-        totals = record.grammars
+        totals = self._totals
         if totals is None:
             return
         self._requests.raise_to(totals.num_hits, "hit")
         self._requests.raise_to(totals.num_misses, "miss")
-        for outcome in GrammarOutcome:
-            self._compiles.raise_to(totals.outcomes[outcome], outcome.label)
+        for outcome, num_constraints in zip(GrammarOutcome, totals.outcomes, strict=False):
+            self._compiles.raise_to(num_constraints, outcome.label)
         self._seconds.raise_to(totals.compile_ns)
         self._grammars.set(totals.num_cached)
         self._bytes.set(totals.num_bytes_cached)

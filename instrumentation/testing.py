@@ -10,14 +10,9 @@ from types import TracebackType
 
 from instrumentation.api import Instrument, Span
 from instrumentation.names import PHASES, Event, Phase, StartupPhase, ThreadName
-from instrumentation.records import (
-    EventRecord,
-    RequestArrived,
-    RequestTimeline,
-    StartupRecord,
-    StepRecord,
-    WorkerStepRecord,
-)
+from instrumentation.records import EventRecord, StartupRecord
+from instrumentation.request_records import RequestArrived, RequestTimeline
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 
 
 @dataclass(slots=True)

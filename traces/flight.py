@@ -16,8 +16,9 @@ from rich.text import Text
 from instrumentation.flight import is_flight_file
 from instrumentation.labels import format_step_label
 from instrumentation.names import AdmissionStop
-from instrumentation.records import EventRecord, FlightDump, StepRecord, WorkerStepRecord
+from instrumentation.records import EventRecord, FlightDump
 from instrumentation.step_budget import StepBudget, step_budgets
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 from traces.journal_reader import ProcessRecords, read_run
 
 _MAX_EVENTS = 10

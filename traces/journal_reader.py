@@ -21,14 +21,12 @@ from instrumentation.records import (
     EventRecord,
     ProcessHeader,
     Record,
-    RequestArrived,
-    RequestTimeline,
     Spans,
     StartupRecord,
-    StepRecord,
     ThreadStarted,
-    WorkerStepRecord,
 )
+from instrumentation.request_records import RequestArrived, RequestTimeline
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 
 RecordT = TypeVar("RecordT")
 _PART = re.compile(r"\.part(\d+)$")

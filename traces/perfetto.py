@@ -18,19 +18,15 @@ import msgspec
 from instrumentation.labels import format_step_label
 from instrumentation.names import Role, ThreadName
 from instrumentation.process_header import read_clock_anchor
-from instrumentation.records import (
-    EventRecord,
-    RequestTimeline,
-    StartupRecord,
-    StepRecord,
-    WorkerStepRecord,
-)
+from instrumentation.records import EventRecord, StartupRecord
+from instrumentation.request_records import RequestTimeline
+from instrumentation.step_records import StepRecord, WorkerStepRecord
+from traces.flows import Flows
 from traces.journal_reader import ProcessRecords, Run, ThreadRecords, read_run
 from traces.lanes import Lane, Slice, grow_over, nest, side_by_side
 from traces.operators import Profile, draw_profiles, find_profiles, read_profile
-from traces.perfetto_writer import Annotations, SequenceWriter, stable_id
+from traces.perfetto_writer import Annotations, SequenceWriter
 from traces.request_slices import request_annotations, request_slices
-from traces.requests import request_timelines, scheduled_pairs
 
 FILE_NAME = "trace.pftrace"
 _PROCESS_NAMES = {Role.CALLER: "Caller", Role.CORE: "EngineCore", Role.WORKER: "Worker"}
@@ -63,7 +59,7 @@ def write_perfetto(
     folders = [Path(folder).resolve() for folder in (run_dir, profiles_dir) if folder is not None]
     files = [file for folder in dict.fromkeys(folders) for file in find_profiles(folder)]
     profiles = [read_profile(file) for file in files]
-    flows = _Flows(run)
+    flows = Flows(run, _writer_key(run.processes))
     owner = _owner_of_requests(run)
     # A reader never finds half a file under the final name.
     unfinished = path.with_name(path.name + ".part")
@@ -129,64 +125,6 @@ def _owner_of_requests(run: Run) -> ProcessRecords:
     return min(run.processes, key=_process_rank)
 
 
-class _Flows:
-    """Which arrows leave and reach which slice.
-
-    One flow a request, from its track through the steps that served it; one a step, from the core
-    to the workers.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.timelines = request_timelines(run)
-        self._run_key = _writer_key(run.processes)
-        self._request_flows: dict[int, int] = {}
-        nums = {timeline.request_num for timeline in self.timelines}
-        self._last_step: dict[int, int] = {}
-        for step in run.steps:
-            for request_num, _ in scheduled_pairs(step):
-                if request_num in nums:
-                    self._last_step[request_num] = step.step
-        core_steps = {step.step for step in run.steps}
-        self._last_worker_begin: dict[int, int] = {}
-        for worker_step in run.worker_steps:
-            if worker_step.step in core_steps:
-                self._last_worker_begin[worker_step.step] = worker_step.begin_ns
-
-    def _request_flow(self, request_num: int) -> int:
-        flow = self._request_flows.get(request_num)
-        if flow is None:
-            flow = stable_id(self._run_key, "request", request_num)
-            self._request_flows[request_num] = flow
-        return flow
-
-    def _step_flow(self, step: int) -> int:
-        return stable_id(self._run_key, "step", step)
-
-    def of_request(self, timeline: RequestTimeline) -> list[int]:
-        """Flows that leave a request's first slice."""
-        known = timeline.request_num in self._last_step
-        return [self._request_flow(timeline.request_num)] if known else []
-
-    def add_to_step(self, piece: Slice, step: StepRecord) -> None:
-        """Let a step's slice take part in its requests' flows and begin its own."""
-        for request_num, _ in scheduled_pairs(step):
-            last = self._last_step.get(request_num)
-            if last is not None:
-                is_last = last == step.step
-                ids = piece.terminating_flow_ids if is_last else piece.flow_ids
-                ids.append(self._request_flow(request_num))
-        if step.step in self._last_worker_begin:
-            piece.flow_ids.append(self._step_flow(step.step))
-
-    def add_to_worker_step(self, piece: Slice, step: WorkerStepRecord) -> None:
-        """Let a worker's slice end the arrow from its step."""
-        last = self._last_worker_begin.get(step.step)
-        if last is not None:
-            is_last = last == step.begin_ns
-            ids = piece.terminating_flow_ids if is_last else piece.flow_ids
-            ids.append(self._step_flow(step.step))
-
-
 class _ProcessDrawing:
     """Draws one operating-system process, which may hold several of the engine's."""
 
@@ -201,7 +139,7 @@ class _ProcessDrawing:
         """The process's own track, once it is drawn."""
         return self._track
 
-    def draw(self, flows: _Flows, *, requests: list[RequestTimeline]) -> None:
+    def draw(self, flows: Flows, *, requests: list[RequestTimeline]) -> None:
         """Draw everything of the process, and requests where it owns them."""
         # The snapshot must come first, so nothing is written before this call.
         name = " + ".join(_process_name(process) for process in self._processes)
@@ -229,7 +167,7 @@ class _ProcessDrawing:
         ]
         self._draw_lanes("start-up", nest(pieces), parent=self._track, rank=_track_rank("start-up"))
 
-    def _draw_thread(self, thread: ThreadRecords, flows: _Flows) -> None:
+    def _draw_thread(self, thread: ThreadRecords, flows: Flows) -> None:
         steps = [_step_slice(step) for step in thread.of_type(StepRecord)]
         for piece, step in zip(steps, thread.of_type(StepRecord), strict=True):
             flows.add_to_step(piece, step)
@@ -284,7 +222,7 @@ class _ProcessDrawing:
         for name, value in _counter_values_at_end(last).items():
             self.writer.counter(tracks[name], last.end_ns, value)
 
-    def _draw_request(self, timeline: RequestTimeline, flows: _Flows, *, rank: int) -> None:
+    def _draw_request(self, timeline: RequestTimeline, flows: Flows, *, rank: int) -> None:
         pieces = request_slices(timeline)
         pieces[0].flow_ids.extend(flows.of_request(timeline))
         name = f"request {timeline.request_id}"

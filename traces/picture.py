@@ -11,7 +11,8 @@ from pathlib import Path
 
 from instrumentation.labels import StepLabel, format_step_label, step_kind
 from instrumentation.names import ThreadName
-from instrumentation.records import RequestTimeline, StepRecord
+from instrumentation.request_records import RequestTimeline
+from instrumentation.step_records import StepRecord
 from traces.journal_reader import Run, read_run
 from traces.lanes import Slice
 from traces.picture_window import CALLOUTS, LEFT, RIGHT, Window, pick, pick_called_out, ticks

@@ -10,8 +10,10 @@ from math import ceil
 
 from instrumentation.labels import format_step_label, step_kind
 from instrumentation.names import AdmissionStop, ThreadName
-from instrumentation.records import RequestTimeline, StartupRecord, StepRecord, WorkerStepRecord
+from instrumentation.records import StartupRecord
+from instrumentation.request_records import RequestTimeline
 from instrumentation.step_budget import step_budgets
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 from traces.intervals import Interval, length, merge, overlap
 from traces.journal_reader import PhaseSpan, Run, read_run
 from traces.requests import request_timelines

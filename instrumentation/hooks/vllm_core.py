@@ -18,7 +18,7 @@ from instrumentation.hooks.vllm_pool import PoolCounts
 from instrumentation.hooks.vllm_requests import RequestBook
 from instrumentation.hooks.vllm_worker import STEP_ATTRIBUTE
 from instrumentation.names import AdmissionStop, Event, FlightReason, Role, StartupPhase
-from instrumentation.records import Preemption, StepRecord
+from instrumentation.step_records import Preemption, StepRecord
 
 _now_ns = time.monotonic_ns
 

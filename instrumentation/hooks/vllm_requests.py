@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from instrumentation.api import Instrument
 from instrumentation.labels import StepLabel
-from instrumentation.records import RequestTimeline
+from instrumentation.request_records import RequestTimeline
 
 
 class Admitted(NamedTuple):

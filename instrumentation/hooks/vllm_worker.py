@@ -12,7 +12,7 @@ from instrumentation.hooks.fence import Fence, wrap
 from instrumentation.hooks.recording import existing_instrument, process_instrument
 from instrumentation.labels import StepLabel
 from instrumentation.names import Phase, Role, ThreadName
-from instrumentation.records import WorkerStepRecord
+from instrumentation.step_records import WorkerStepRecord
 
 STEP_ATTRIBUTE = "isinglass_step"
 """Attribute of a plan of vLLM's scheduler: (step, *label)."""

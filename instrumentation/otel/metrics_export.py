@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics.export import (
@@ -29,7 +28,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from instrumentation.metric_info import METRICS
-from instrumentation.metric_types import Counter, Histogram, Metric
+from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
 from instrumentation.otel import attributes as names
 from instrumentation.otel.health import ExportHealth, last_reason, reasons_of_failure
 from instrumentation.otel.operations import OperationLatencies
@@ -75,14 +74,17 @@ def _metric(
     start_ns: int,
     now_ns: int,
 ) -> OtlpMetric:
-    data: Any
-    if isinstance(series[0], Histogram):
-        points = [_distribution(one, start_ns, now_ns) for one in series]  # type: ignore
+    """The series of one name, which are all of one kind."""
+    data: OtlpHistogram | OtlpSum | OtlpGauge
+    histograms = [one for one in series if isinstance(one, Histogram)]
+    if histograms:
+        points = [_distribution(one, start_ns, now_ns) for one in histograms]
         data = OtlpHistogram(points, _CUMULATIVE)
     else:
         numbers = [
-            NumberDataPoint(one.labels, start_ns, now_ns, one.value)  # type: ignore
+            NumberDataPoint(one.labels, start_ns, now_ns, one.value)
             for one in series
+            if isinstance(one, Counter | Gauge)
         ]
         is_sum = isinstance(series[0], Counter)
         data = OtlpSum(numbers, _CUMULATIVE, True) if is_sum else OtlpGauge(numbers)

@@ -12,8 +12,8 @@ from instrumentation import request_metrics
 from instrumentation.accumulators import HistogramFamily
 from instrumentation.metric_types import Histogram
 from instrumentation.otel import attributes as names
-from instrumentation.records import RequestTimeline
 from instrumentation.request_metrics import exemplar_of
+from instrumentation.request_records import RequestTimeline
 
 
 class OperationLatencies:

@@ -29,7 +29,7 @@ def make_span_exporter(target: Target, *, timeout_s: float | None = None) -> Spa
     if target.protocol == GRPC:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     else:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # type: ignore
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # type: ignore[assignment]  # same interface
             OTLPSpanExporter,
         )
     return OTLPSpanExporter(**_arguments(target, timeout_s))
@@ -44,7 +44,7 @@ def make_metric_exporter(target: Target, *, timeout_s: float | None = None) -> M
     if target.protocol == GRPC:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     else:
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # type: ignore
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # type: ignore[assignment]  # same
             OTLPMetricExporter,
         )
     return OTLPMetricExporter(**_arguments(target, timeout_s))

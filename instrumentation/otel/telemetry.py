@@ -1,8 +1,8 @@
-"""OpenTelemetry of one engine: what the frontend tells, and the thread that makes spans of it.
+"""OpenTelemetry of one engine: what the frontend tells, and where it goes.
 
-Knows the life of the exporting thread and of the SDK's objects. The caller's thread starts a
-request's span and appends to a bounded inbox; it never waits for a receiver, a lock that is held
-for long, or the exporting thread. The engine core takes no part.
+Knows the life of the SDK's objects. The caller's thread starts a request's span and leaves the rest
+to `SpanThread`; it never waits for a receiver, a lock that is held for long, or that thread. The
+engine core takes no part.
 """
 
 import atexit
@@ -11,12 +11,10 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from opentelemetry.sdk.trace.export import SpanExporter
-from opentelemetry.trace import Tracer
 
 from instrumentation.config import ObservabilityConfig
 from instrumentation.histogram_buckets import parse_buckets
@@ -24,7 +22,7 @@ from instrumentation.metric_types import Metric
 from instrumentation.otel import attributes as names
 from instrumentation.otel.exporting import BoundedProcessor, GuardedExporter
 from instrumentation.otel.health import ExportHealth, capture_exporter_logs
-from instrumentation.otel.http_spans import HttpSpan, HttpSpans
+from instrumentation.otel.http_spans import HttpSpan
 from instrumentation.otel.metrics_export import MetricsExport
 from instrumentation.otel.operations import OperationLatencies
 from instrumentation.otel.provider import (
@@ -33,30 +31,17 @@ from instrumentation.otel.provider import (
     make_span_exporter,
     make_tracer_providers,
 )
-from instrumentation.otel.request_spans import RequestSpan, RequestSpans
+from instrumentation.otel.request_spans import RequestSpan
 from instrumentation.otel.selftest import start_self_test
-from instrumentation.otel.settings import OtlpSettings
+from instrumentation.otel.settings import OtlpSettings, Target
+from instrumentation.otel.span_thread import SpanThread, Tracers
 from instrumentation.otel.startup_spans import StartupPhaseTimes, write_startup
-from instrumentation.otel.step_spans import StepSpans
-from instrumentation.records import RequestTimeline, StepRecord, WorkerStepRecord
+from instrumentation.request_records import RequestTimeline
+from instrumentation.step_records import StepRecord, WorkerStepRecord
 
 _MAX_INTERVAL_S = 86_400.0
 CLOSE_TIMEOUT_S = 2.0
 """What shutting down may wait for receivers, all signals together."""
-_MAX_INBOX = 8192
-_WAKE_AT = 512
-_POLL_S = 0.25
-_STEP_SHARES = {"off": 0.0, "sampled": 0.05, "all": 0.25}
-"""Of one processor's time, for writing spans of steps; what does not fit in waits, or is lost."""
-_STEPS_SHARE_OF_CLOSE = 0.5
-
-
-class _Message(NamedTuple):
-    """One message from the core."""
-
-    step: StepRecord | None
-    worker: WorkerStepRecord | None
-    timelines: Sequence[RequestTimeline]
 
 
 class Telemetry:
@@ -88,32 +73,12 @@ class Telemetry:
         if settings.metrics is not None and collect is not None:
             metric_exporter = make_metric_exporter(settings.metrics)
         self.model = model
-        self._slow_ns: float = float("inf")
-        if config.trace_slow_request_s is not None:
-            self._slow_ns = config.trace_slow_request_s * 1e9
-        shown = [
-            "" if target is None else target.shown for target in (settings.traces, settings.metrics)
-        ]
-        self._trace_health = ExportHealth("traces", shown[0])
-        self._metric_health = ExportHealth("metrics", shown[1])
-        self._num_inbox_drops = 0
+        self._trace_health = _health("traces", settings.traces)
+        self._metric_health = _health("metrics", settings.metrics)
         self._exporter: GuardedExporter | None = None
         self._processor: BoundedProcessor | None = None
         resource = make_resource()
         tracers = self._make_tracers(span_exporter, provider, resource, version)
-        self._step_mode = "off" if tracers is None else config.trace_steps
-        self._tracer = None if tracers is None else tracers[0]
-        self._requests: RequestSpans | None = None
-        self._steps: StepSpans | None = None
-        self._http: HttpSpans | None = None
-        if tracers is not None:
-            self._http = HttpSpans(tracers[0])
-            self._requests = RequestSpans(tracers[0], parent_of=self._http.context_of)
-            self._steps = StepSpans(
-                tracers[1],
-                self._requests.context_of,
-                mode=self._step_mode,
-            )
         self._metrics: MetricsExport | None = None
         self._latencies: OperationLatencies | None = None
         if metric_exporter is not None and collect is not None:
@@ -127,15 +92,19 @@ class Telemetry:
                 model=model,
                 latencies=self._latencies,
             )
-        self._inbox: deque[Callable[[], None] | _Message] = deque()
-        self._wake = threading.Event()
-        self._closing = threading.Event()
         self._pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closed = False
-        self._close_timeout_s = CLOSE_TIMEOUT_S
-        self._thread = threading.Thread(target=self._run, name="isinglass-otel", daemon=True)
-        self._thread.start()
+        self._spans: SpanThread | None = None
+        if tracers is not None:
+            slow_s = config.trace_slow_request_s
+            self._spans = SpanThread(
+                tracers,
+                self._processor,
+                self._trace_health,
+                step_mode=config.trace_steps,
+                slow_ns=math.inf if slow_s is None else slow_s * 1e9,
+            )
         atexit.register(self.close)
         used = OtlpSettings(
             settings.traces if self._exporter is not None else None,
@@ -147,7 +116,7 @@ class Telemetry:
 
     def _make_tracers(
         self, exporter: SpanExporter | None, provider: Any | None, resource: Any, version: str
-    ) -> tuple[Tracer, Tracer] | None:
+    ) -> Tracers | None:
         """Tracers of requests and of steps, None where spans go nowhere."""
         scope: dict[str, Any] = {
             "instrumenting_module_name": names.SCOPE,
@@ -156,15 +125,13 @@ class Telemetry:
         }
         if provider is not None:
             tracer = provider.get_tracer(**scope)
-            return tracer, tracer
+            return Tracers(tracer, tracer)
         if exporter is None:
             return None
         self._exporter = GuardedExporter(exporter, self._trace_health)
         self._processor = BoundedProcessor(self._exporter)
         requests, steps = make_tracer_providers(self._processor, resource)
-        return requests.get_tracer(**scope), steps.get_tracer(**scope)
-
-    # -- the caller's thread ---------------------------------------------------------------------
+        return Tracers(requests.get_tracer(**scope), steps.get_tracer(**scope))
 
     @property
     def num_errors(self) -> int:
@@ -174,7 +141,7 @@ class Telemetry:
     @property
     def num_drops(self) -> int:
         """Spans, steps, batches of metrics and messages of the core that were lost."""
-        num_drops = self._num_inbox_drops + (0 if self._steps is None else self._steps.num_drops)
+        num_drops = 0 if self._spans is None else self._spans.num_drops
         return num_drops + self._trace_health.num_drops + self._metric_health.num_drops
 
     def begin_http(
@@ -187,9 +154,9 @@ class Telemetry:
         tracestate: str | None = None,
     ) -> HttpSpan | None:
         """Open the span of an HTTP exchange; None where spans go nowhere."""
-        if self._http is None or self._closed:
+        if self._spans is None or self._closed:
             return None
-        return self._http.begin(
+        return self._spans.http.begin(
             name,
             attributes,
             begin_ns=begin_ns,
@@ -201,9 +168,9 @@ class Telemetry:
         self, exchange: HttpSpan, attributes: Mapping[str, Any], *, end_ns: int, error: str | None
     ) -> None:
         """End it; `error` is what failed on our side."""
-        http = self._http
-        assert http is not None
-        self._put(lambda: http.end(exchange, attributes, end_ns=end_ns, error=error))
+        assert self._spans is not None
+        http = self._spans.http
+        self._spans.put(lambda: http.end(exchange, attributes, end_ns=end_ns, error=error))
 
     def begin_request(
         self,
@@ -217,21 +184,21 @@ class Telemetry:
 
         The attributes must have `gen_ai.operation.name` and `gen_ai.request.model`.
         """
-        if self._requests is None:
+        if self._spans is None:
             return None
-        return self._requests.begin(
+        return self._spans.requests.begin(
             attributes, arrival_ns=arrival_ns, num_samples=num_samples, traceparent=traceparent
         )
 
     def expect(self, request: RequestSpan, request_num: int) -> None:
         """A sample of the request goes to the core under that number."""
-        assert self._requests is not None
-        self._requests.expect(request, request_num)
+        assert self._spans is not None
+        self._spans.requests.expect(request, request_num)
 
     def fail(self, request: RequestSpan, error_type: str, message: str) -> None:
         """End the span of a request that was refused or lost on its way in."""
-        assert self._requests is not None
-        self._requests.fail(request, error_type, message)
+        assert self._spans is not None
+        self._spans.requests.fail(request, error_type, message)
 
     def observe(
         self,
@@ -240,19 +207,8 @@ class Telemetry:
         timelines: Sequence[RequestTimeline],
     ) -> None:
         """One message from the core: a step, and the requests that ended in it."""
-        if self._requests is None:
-            return
-        if step is not None and self._step_mode == "off" and not step.num_context_requests:
-            step = None  # nothing would become of it
-        if step is None and not timelines:
-            return
-        # Requests' ends are never turned away: a span that does not end is never seen.
-        if len(self._inbox) >= _MAX_INBOX and step is not None:
-            self._num_inbox_drops += 1
-            step = worker = None
-            if not timelines:
-                return
-        self._put(_Message(step, worker, tuple(timelines)))
+        if self._spans is not None:
+            self._spans.observe(step, worker, timelines)
 
     def count_first_token(self, timeline: RequestTimeline, operation: str) -> None:
         """A request of an operation has got its first token."""
@@ -266,9 +222,10 @@ class Telemetry:
 
     def started(self, phases: Iterable[StartupPhaseTimes]) -> None:
         """Start-up is over; write its trace."""
-        tracer, kept = self._tracer, list(phases)
-        if tracer is not None:
-            self._put(lambda: write_startup(tracer, kept, model=self.model))
+        kept = list(phases)
+        if self._spans is not None:
+            tracer = self._spans.tracers.requests
+            self._spans.put(lambda: write_startup(tracer, kept, model=self.model))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Export what there is, as far as that goes in so much time; harmless when called twice."""
@@ -279,96 +236,19 @@ class Telemetry:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        self._close_timeout_s = timeout_s
         deadline = time.monotonic() + timeout_s
         if self._metrics is not None:
             self._metrics.close()
-        self._closing.set()
-        self._wake.set()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._spans is not None:
+            self._spans.close(timeout_s, until=deadline)
         if self._exporter is not None:
             self._exporter.shutdown()
         if self._metrics is not None:
             self._metrics.join(deadline - time.monotonic())
 
-    def _put(self, item: Callable[[], None] | _Message) -> None:
-        self._inbox.append(item)
-        if len(self._inbox) >= _WAKE_AT:
-            self._wake.set()
 
-    # -- the exporting thread --------------------------------------------------------------------
-
-    def _run(self) -> None:
-        share, before = _STEP_SHARES[self._step_mode], time.monotonic()
-        while not self._closing.is_set():
-            self._wake.wait(_POLL_S)
-            self._wake.clear()
-            self._drain()
-            now = time.monotonic()
-            self._export_steps(share * (now - before))
-            before = now
-        self._drain()
-        if self._steps is not None:
-            self._export_steps(self._close_timeout_s * _STEPS_SHARE_OF_CLOSE)
-            self._steps.drop_waiting()
-        if self._requests is not None:
-            self._requests.fail_all("shutdown", "the engine was shut down")
-        if self._http is not None:
-            self._http.end_all("shutdown", end_ns=time.monotonic_ns())
-        if self._processor is not None:
-            self._processor.shutdown()  # may block; `close` does not wait for ever
-
-    def _drain(self) -> None:
-        while self._inbox:
-            item = self._inbox.popleft()
-            try:
-                self._process(item) if isinstance(item, _Message) else item()
-            except Exception as error:
-                # One malformed record must not cost all later ones.
-                self._trace_health.failed(f"a span could not be made: {error!r}", num_lost=1)
-
-    def _process(self, message: _Message) -> None:
-        requests, steps = self._requests, self._steps
-        assert requests is not None
-        assert steps is not None
-        step = message.step
-        if step is not None:
-            if step.num_context_requests:
-                requests.add_chunks(
-                    step.scheduled, step.first_tokens, step=step.step, begin_ns=step.begin_ns
-                )
-            steps.observe(step, message.worker)
-        remarkable = [one for one in message.timelines if self._is_remarkable(one)]
-        if remarkable:
-            steps.export_served(
-                {one.request_num for one in remarkable},
-                since_ns=min(one.arrival_ns for one in remarkable),
-            )
-        for timeline in message.timelines:
-            requests.end(timeline)
-
-    def _is_remarkable(self, timeline: RequestTimeline) -> bool:
-        return (
-            timeline.e2e_ns >= self._slow_ns
-            or bool(timeline.preemptions)
-            or timeline.finish_reason == "error"
-        )
-
-    def _export_steps(self, budget_s: float) -> None:
-        """Write spans of steps for so long, unless the exporter is behind already."""
-        steps, processor = self._steps, self._processor
-        if steps is None:
-            return
-        until = time.monotonic() + budget_s
-        while True:
-            try:
-                steps.export_waiting(
-                    lambda: time.monotonic() < until and not (processor and processor.is_crowded)
-                )
-                return
-            except Exception as error:
-                # A processor or sampler of the application: the step is lost, the others are not.
-                self._trace_health.failed(f"a step's span could not be made: {error!r}", num_lost=1)
+def _health(signal: str, target: Target | None) -> ExportHealth:
+    return ExportHealth(signal, "" if target is None else target.shown)
 
 
 def _interval_s() -> float:

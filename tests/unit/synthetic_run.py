@@ -14,16 +14,13 @@ from instrumentation.names import AdmissionStop, Event, Phase, Role, StartupPhas
 from instrumentation.records import (
     ClockAnchor,
     EventRecord,
-    Preemption,
     ProcessHeader,
-    RequestArrived,
-    RequestTimeline,
     Spans,
     StartupRecord,
-    StepRecord,
     ThreadStarted,
-    WorkerStepRecord,
 )
+from instrumentation.request_records import RequestArrived, RequestTimeline
+from instrumentation.step_records import Preemption, StepRecord, WorkerStepRecord
 
 START_NS = 5_000_000_000_000
 _BLOCK_TOKENS = 16

@@ -214,6 +214,16 @@ def test_a_report_says_why_the_request_waited_and_who_threw_it_out() -> None:
         assert part in text, part
 
 
+def test_who_waits_for_its_grammar_is_not_said_to_wait_for_others() -> None:
+    history = StepHistory()
+    queue = {"admission_stop": AdmissionStop.MAX_NUM_SEQS, "admission_stop_request_num": 8}
+    keep(history, 1, 10, 20, scheduled=(9, 1), deferred=(7, 1), **queue)
+    keep(history, 2, 20, 30, scheduled=(9, 1), deferred=(7,), **queue)
+    life = timeline(arrival_ns=5 * MS, queued_ns=10 * MS, finish_reason=None, delivered_ns=30 * MS)
+    waits = report_request(life, history).waits
+    assert [(wait.cause, wait.first_step) for wait in waits] == [("grammar", 1), (HEAD_OF_LINE, 2)]
+
+
 def test_a_report_of_a_request_under_way() -> None:
     history = StepHistory()
     keep(

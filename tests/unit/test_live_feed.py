@@ -20,8 +20,7 @@ from engine.frontend.observer import EngineObserver, make_observer
 from engine.frontend.output_processor import ProcessedOutputs
 from engine.server.config import ServerConfig
 from engine.server.errors import ApiError
-from engine.server.live import feed as live_feed
-from engine.server.live import routes
+from engine.server.live import block_watch, routes
 from engine.server.live.facts import (
     FIRST_TOKEN_COLUMNS,
     REQUEST_COLUMNS,
@@ -39,13 +38,8 @@ from engine.types.sampling import SamplingParams
 from instrumentation import NULL, ObservabilityConfig, format_step_label
 from instrumentation.names import AdmissionStop, PrefixMiss
 from instrumentation.names import Phase as StepPhase
-from instrumentation.records import (
-    Admission,
-    Preemption,
-    RequestTimeline,
-    StepRecord,
-    WorkerStepRecord,
-)
+from instrumentation.request_records import RequestTimeline
+from instrumentation.step_records import Admission, Preemption, StepRecord, WorkerStepRecord
 
 BASE_NS = 7_000_000_000_000
 
@@ -69,6 +63,7 @@ class FakeEngine:
     def __init__(self, observer: EngineObserver | None) -> None:
         self.observer = observer
         self.dead_error: EngineDeadError | None = None
+        self.attachment: Any = None
         self.is_running = True
         self.config = SimpleNamespace(
             scheduler=SimpleNamespace(
@@ -106,6 +101,7 @@ def engine() -> FakeEngine:
 def feed(engine: FakeEngine) -> LiveFeed:
     state = SimpleNamespace(
         engine=engine,
+        peers=None,
         config=ServerConfig(),
         phase=Phase.READY,
         model_names=("m",),
@@ -421,12 +417,12 @@ async def test_a_block_map_that_fails_is_told_once_and_asked_for_later(
     told: list[str] = []
     engine.kv_block_map = fail  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live_feed.logger, "warning", lambda _, error: told.append(str(error)))
+        patch.setattr(block_watch.logger, "warning", lambda _, error: told.append(str(error)))
         watcher = feed.join()
         await asyncio.sleep(0.5)
         assert engine.num_map_calls == 1  # and not in every round
         for num_calls in (1, 2):
-            feed._map_due_s, feed._stepped_since_map = 0.0, True
+            feed._blocks.due_s, feed._blocks.has_stepped = 0.0, True
             async with asyncio.timeout(5):
                 while engine.num_map_calls == num_calls:
                     await asyncio.sleep(0.01)

@@ -9,8 +9,8 @@ from instrumentation.metric_merge import (
 )
 from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
 from instrumentation.metrics import Metrics
-from instrumentation.records import RequestTimeline
 from instrumentation.request_metrics import ArrivedRequest
+from instrumentation.request_records import RequestTimeline
 from instrumentation.server_metrics import ServerMetrics
 
 

@@ -99,7 +99,7 @@ def test_nothing_is_imported_without_need(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv(BASE)
     assert open_telemetry(ObservabilityConfig(), model="m", version="1") is None
     script = (
-        "import sys, engine.frontend.request_tracer, instrumentation.otel.setup\n"
+        "import sys, engine.frontend.opentelemetry_tracer, instrumentation.otel.setup\n"
         "assert not [name for name in sys.modules if name.startswith(('opentelemetry', 'grpc'))]"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -22,7 +22,7 @@ from instrumentation.otel.http_spans import HttpSpans
 from instrumentation.otel.operations import OperationLatencies
 from instrumentation.otel.request_spans import RequestSpans, stages_of
 from instrumentation.otel.step_spans import StepSpans
-from instrumentation.records import RequestTimeline
+from instrumentation.request_records import RequestTimeline
 
 REQUEST = {names.OPERATION_NAME: "text_completion", names.REQUEST_MODEL: "m"}
 
