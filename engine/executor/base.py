@@ -5,12 +5,18 @@ from concurrent.futures import Future
 from typing import Any
 
 from engine.checkpoint.architecture import ModelConfig
+from engine.config import EngineConfig
 from engine.types.kv_cache import KVCacheSpec
 from engine.types.plan import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from instrumentation import Instrument
 
 
 class Executor(ABC):
     """Runs steps in the order given; each step is `execute_model`, then `sample_tokens`."""
+
+    @abstractmethod
+    def __init__(self, config: EngineConfig, *, obs: Instrument) -> None:
+        """Make the workers, without weights."""
 
     @property
     @abstractmethod

@@ -31,7 +31,7 @@ class UniprocExecutor(Executor):
             lambda: Worker(config, obs=obs.for_thread(ThreadName.WORKER))
         ).result()
         self._launched: Future[None] | None = None
-        self._grace_s = config.process.shutdown_timeout_s
+        self._grace_s = config.process.engine_shutdown_timeout_s
 
     @property
     def facts(self) -> dict[str, str]:

@@ -116,11 +116,13 @@ class GatedLinear(Linear):
             self.up_bias = nn.Parameter(up_bias, requires_grad=False)
         self.is_packed = True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    # It shares a map's weights; nobody who adds a residual takes it for one.
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Map the rows."""
         if self.up_weight is None:
             both = super().forward(x)  # [num_rows, 2 * size]
             return self.activation(both[:, : self.size]).mul_(both[:, self.size :])
+        assert self.fused_activation is not None, "only such a map is packed in two"
         pointwise = torch.ops.mkldnn._linear_pointwise
         gate = pointwise(x, self.weight, self.bias, *self.fused_activation)
         return pointwise.binary(x, gate, self.up_weight, self.up_bias, "mul")

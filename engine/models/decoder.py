@@ -4,7 +4,7 @@ Knows the data flow of one layer: norm, attention, residual, norm, gated MLP, re
 differs between the families (biases, norms of queries and keys) is in their own files.
 """
 
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import nn
@@ -198,6 +198,11 @@ class DecoderForCausalLM(CausalLM):
             model.pack_weights()
         return model
 
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers under their own type, which `nn.ModuleList` forgets."""
+        return cast(list[DecoderLayer], list(self.layers))
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `CausalLM`."""
         if self.native is not None:
@@ -226,7 +231,7 @@ class DecoderForCausalLM(CausalLM):
         }
         if self.head is not None:
             slots["lm_head.weight"] = self.head.weight.data
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.decoder_layers):
             for name, slot in layer.weight_slots().items():
                 slots[f"model.layers.{index}.{name}"] = slot
         return slots

@@ -63,7 +63,7 @@ class NativeDecoder(nn.Module):
         self._vocab_size = config.vocab_size
         self._pack(model, config)
         self._layers = (Layer * config.num_layers)(
-            *(self._layer(index, layer) for index, layer in enumerate(model.layers))
+            *(self._layer(index, layer) for index, layer in enumerate(model.decoder_layers))
         )
         shape = native_shape(model.attention_layers[0].shape)
         self._model = Model(
@@ -128,7 +128,7 @@ class NativeDecoder(nn.Module):
     def _pack(self, model: "DecoderForCausalLM", config: ModelConfig) -> None:
         """Move every weight into one arena, taking it from its module."""
         linears: dict[str, Linear] = {}
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(model.decoder_layers):
             attention, mlp = layer.self_attention, layer.mlp
             linears[f"{index}_qkv"], linears[f"{index}_output"] = attention.qkv, attention.output
             linears[f"{index}_gate_up"], linears[f"{index}_down"] = mlp.gate_up, mlp.down
@@ -142,7 +142,8 @@ class NativeDecoder(nn.Module):
         self._vectors = nn.ParameterDict()  # norms and biases, float32
         self._keep("norm", model.norm.weight)
         for name, linear in linears.items():
-            weight, bias = linear.weight, linear.bias
+            weight: torch.Tensor = linear.weight
+            bias: torch.Tensor | None = linear.bias
             if isinstance(linear, GatedLinear):
                 weight = _interleave(weight)
                 bias = None if bias is None else _interleave(bias)

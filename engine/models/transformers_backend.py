@@ -8,6 +8,7 @@ Importing this file imports transformers.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -55,7 +56,7 @@ def has_transformers_decoder(config: ModelConfig) -> bool:
 class TransformersForCausalLM(CausalLM):
     """A model class of Transformers behind the engine's interface."""
 
-    def __init__(self, model: nn.Module, *, backend: AttentionBackend) -> None:
+    def __init__(self, model: transformers.PreTrainedModel, *, backend: AttentionBackend) -> None:
         super().__init__()
         self.model = model
         self.decoder = model.base_model
@@ -93,8 +94,8 @@ class TransformersForCausalLM(CausalLM):
 
 
 def _from_pretrained(
-    model_type: type[nn.Module], source: ModelSource, dtype: torch.dtype
-) -> nn.Module:
+    model_type: type[transformers.PreTrainedModel], source: ModelSource, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
     safetensors_files(source.path)  # names missing files better than Transformers does
     transformers.AttentionInterface.register(ATTENTION_NAME, _attend)
     try:
@@ -130,7 +131,9 @@ def pack_linear_maps(model: nn.Module) -> None:
                 dtype=child.weight.dtype,
                 device=torch.device("meta"),
             )
-            packed.weight, packed.bias = child.weight, child.bias
+            packed.weight = nn.Parameter(child.weight, requires_grad=False)
+            if child.bias is not None:
+                packed.bias = nn.Parameter(child.bias, requires_grad=False)
             packed.pack()
             setattr(module, name, packed)
 
@@ -164,7 +167,7 @@ class _GivenHidden(nn.Module):
         return _DecoderOutput(last_hidden_state=inputs_embeds)
 
 
-def _head_only(model: nn.Module) -> nn.Module:
+def _head_only(model: transformers.PreTrainedModel) -> nn.Module:
     """The model with a decoder that does nothing: its own way from hidden states to logits.
 
     Classes scale or cap their logits in `forward`, so the head's matrix alone is not enough.
@@ -235,10 +238,11 @@ def _attend(
         extras += ("tokens to come (it is not causal)",)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = _Call(query, key, value, scale, arguments.get("sliding_window"), extras, module)
-    return module.isinglass_attention(module, call), None
+    answer: Callable[[nn.Module, _Call], torch.Tensor] = module.__dict__["isinglass_attention"]
+    return answer(module, call), None
 
 
-def _probe(model: nn.Module, backend: AttentionBackend) -> list[Attention]:
+def _probe(model: transformers.PreTrainedModel, backend: AttentionBackend) -> list[Attention]:
     """Run two tokens in both orders, learn the attention calls, and install ours.
 
     With attention answered by zeros, a token's queries, keys and hidden state may depend on the

@@ -27,7 +27,8 @@ class MessageEncoder:
 
     def encode(self, message: Any) -> list[Frame]:
         """The message's frames: the structure first, then one per array."""
-        self._frames = frames = [b""]
+        frames: list[Frame] = [b""]
+        self._frames = frames
         frames[0] = self._encoder.encode(message)
         self._frames = []
         return frames

@@ -1,8 +1,8 @@
 """What a caller may ask of token selection: `SamplingParams`, its defaults and its checks.
 
-Knows the range and the meaning of every field and how the struct travels between processes
-(MessagePack through msgspec, where every check runs again). Knows nothing of tensors, batches or
-of how a token is drawn: that is `engine.worker.sampler`.
+Knows the meaning of every field and how the struct travels between processes (MessagePack through
+msgspec, where every check runs again). Knows nothing of tensors, batches or of how a token is
+drawn: that is `engine.worker.sampler`.
 """
 
 import enum
@@ -28,6 +28,7 @@ from engine.types.sampling_checks import (
     reject,
     short,
 )
+from engine.types.sampling_ranges import FLAGS, INTEGER_RANGES, OPTIONAL_INTEGERS, REAL_RANGES
 from engine.types.structured_outputs import StructuredOutputsParams
 
 logger = get_logger(__name__)
@@ -36,12 +37,8 @@ GREEDY_TEMPERATURE: Final = 1e-5
 """Temperatures below this one select the most likely token instead of drawing one."""
 MIN_TEMPERATURE: Final = 1e-2
 """Random sampling is never colder than this: smaller quotients overflow float32."""
-MAX_NUM_COMPLETIONS: Final = 16_384
-"""Upper bound of `n`, so that one request cannot flood the engine."""
 WHOLE_VOCABULARY: Final = -1
 """As a number of log-probabilities: one for every token of the vocabulary."""
-
-_MAX_COUNT: Final = 2**63 - 1
 
 
 class RequestOutputKind(enum.Enum):
@@ -256,12 +253,12 @@ class SamplingParams(
         return cls(**values)
 
     def _check_numbers(self) -> None:
-        for name, low, high, allowed in _INTEGER_RANGES:
+        for name, low, high, allowed in INTEGER_RANGES:
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL_INTEGERS:
+            if value is None and name in OPTIONAL_INTEGERS:
                 continue
             self._set(name, checked_integer(name, value, low, high, allowed))
-        for name, lowest, highest, allowed in _REAL_RANGES:
+        for name, lowest, highest, allowed in REAL_RANGES:
             self._set(name, checked_real(name, getattr(self, name), lowest, highest, allowed))
         if self.repetition_penalty == 0.0:
             reject("repetition_penalty", self.repetition_penalty, "a number above 0")
@@ -282,7 +279,7 @@ class SamplingParams(
             self._set("temperature", MIN_TEMPERATURE)
 
     def _check_flags(self) -> None:
-        for name in _FLAGS:
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 reject(name, getattr(self, name), "True or False")
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -351,37 +348,3 @@ _GENERATION_CONFIG_FIELDS: Final = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-
-_FLAGS: Final = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-)
-
-_OPTIONAL_INTEGERS: Final = frozenset(
-    ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
-)
-
-_INTEGER_RANGES: Final[tuple[tuple[str, int, int, str], ...]] = (
-    ("n", 1, MAX_NUM_COMPLETIONS, f"an integer from 1 to {MAX_NUM_COMPLETIONS}"),
-    ("top_k", -1, _MAX_COUNT, "an integer of at least 1, or 0 or -1 for all tokens"),
-    ("seed", -(2**63), 2**64 - 1, "None or an integer of at most 64 bits"),
-    ("max_tokens", 1, _MAX_COUNT, "None or an integer of at least 1"),
-    ("min_tokens", 0, _MAX_COUNT, "an integer of at least 0"),
-    ("logprobs", -1, _MAX_COUNT, "None, an integer of at least 0, or -1 for all tokens"),
-    ("prompt_logprobs", -1, _MAX_COUNT, "None, an integer of at least 0, or -1 for all tokens"),
-    ("truncate_prompt_tokens", 1, _MAX_COUNT, "None or an integer of at least 1"),
-)
-
-_MAX_REAL: Final = 1e30
-"""Whatever is drawn is the same far below; above float32's largest, -inf divided by it is NaN."""
-_REAL_RANGES: Final[tuple[tuple[str, float, float, str], ...]] = (
-    ("presence_penalty", -2.0, 2.0, "a number in [-2, 2]"),
-    ("frequency_penalty", -2.0, 2.0, "a number in [-2, 2]"),
-    ("repetition_penalty", 0.0, _MAX_REAL, "a number above 0 and at most 1e30"),
-    ("temperature", 0.0, _MAX_REAL, "a number in [0, 1e30]"),
-    ("top_p", 0.0, 1.0, "a number in (0, 1]"),
-    ("min_p", 0.0, 1.0, "a number in [0, 1]"),
-)

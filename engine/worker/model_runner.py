@@ -173,8 +173,10 @@ class ModelRunner:
         rows: list[LogprobsLists | None] = []
         for row, req_id in enumerate(self.batch.req_ids):
             wanted = self.requests[req_id].sampling_params.logprobs
-            is_reported = wanted is not None and inputs.samples[row]
-            rows.append(slice_logprobs(logprobs, row, wanted) if is_reported else None)
+            if wanted is None or not inputs.samples[row]:
+                rows.append(None)
+            else:
+                rows.append(slice_logprobs(logprobs, row, wanted))
         return rows
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

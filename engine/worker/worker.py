@@ -18,6 +18,7 @@ from engine.models.kernels import select_kernels
 from engine.models.loader import load_model
 from engine.types.kv_cache import KVCacheSpec
 from engine.types.plan import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from engine.worker.device import resolve_device, resolve_dtype
 from engine.worker.input_batch import InputBatch
 from engine.worker.memory import (
     PeakMemory,
@@ -57,6 +58,8 @@ class Worker:
         )
         self.model_config = read_model_config(self.source)
         self.device = resolve_device(config.model.device)
+        asked = config.observability.enable_layerwise_nvtx_tracing
+        self._layer_ranges = obs.ranges if asked else None
         self.dtype = resolve_dtype(config.model.dtype, self.model_config.dtype, self.device)
         self.attention = select_kernels(
             config.model,
@@ -65,7 +68,7 @@ class Worker:
             device=self.device,
             block_size=config.cache.block_size,
             is_gguf=self.source.is_gguf,
-            has_module_hooks=self._brackets_layers,
+            has_module_hooks=self._layer_ranges is not None,
         )
         self.runner: ModelRunner | None = None
         self._profiler: TorchProfiler | None = None
@@ -88,13 +91,8 @@ class Worker:
             self.device,
             time.monotonic() - began,
         )
-        if self._brackets_layers:
-            LayerRanges(self._model.named_modules(), self.obs.ranges)
-
-    @property
-    def _brackets_layers(self) -> bool:
-        asked = self.config.observability.enable_layerwise_nvtx_tracing
-        return asked and self.obs.ranges is not None
+        if self._layer_ranges is not None:
+            LayerRanges(self._model.named_modules(), self._layer_ranges)
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
         """What one KV block costs over all layers."""
@@ -319,37 +317,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     pages = np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8)
     start = -pages.ctypes.data % _ALIGNMENT_BYTES
     return torch.from_numpy(pages[start : start + num_bytes]).view(dtype).view(shape)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device that a setting names.
-
-    Raises:
-        ConfigError: an unknown name, or a device that this machine does not have.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device {name!r} is not here ({torch.cuda.device_count()} CUDA devices). "
-            "Use device='cpu' or 'auto'."
-        )
-    return device
-
-
-def resolve_dtype(setting: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """The number type to compute in: the setting, or the checkpoint's own where that is fast."""
-    name = checkpoint_dtype if setting == "auto" else setting
-    names = {"half": "float16", "float": "float32"}
-    dtype = getattr(torch, names.get(name, name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype {name!r} is not known; use float32, bfloat16 or float16")
-    if setting == "auto" and device.type == "cpu" and dtype is torch.float16:
-        return torch.bfloat16
-    return dtype
