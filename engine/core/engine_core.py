@@ -6,23 +6,16 @@ without it, one. The loop is the same. Knows scheduler and executor; no socket a
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from engine.config import EngineConfig
-from engine.core.block_hash import BlockHasher
 from engine.core.block_map import block_map
-from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.kv_cache_sizing import KVCacheSize, size_kv_cache
-from engine.core.plugins import load_plugins
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler, SchedulerLimits
-from engine.core.structured_output import StructuredOutputManager
+from engine.core.startup import StartupTimes, bring_up
 from engine.executor.base import Executor
 from engine.log import get_logger
-from engine.resolve import Limits, resolve_limits
 from engine.types.block_map import BlockMap
 from engine.types.messages import (
     PROTOCOL_VERSION,
@@ -33,7 +26,7 @@ from engine.types.messages import (
     FinishReason,
 )
 from engine.types.plan import ModelRunnerOutput, SchedulerOutput
-from instrumentation import Event, FlightReason, Instrument, StartupPhase, StepRecord
+from instrumentation import Event, FlightReason, Instrument, StepRecord
 
 logger = get_logger(__name__)
 
@@ -41,7 +34,7 @@ UTILITIES = (
     *("reset_prefix_cache", "get_supported_tasks", "check_integrity"),
     *("start_recording", "stop_recording", "dump_flight_record"),
     *("start_profile", "stop_profile", "profile_status"),
-    "kv_block_map",
+    *("kv_block_map", "warm_up_structured_outputs"),
 )
 """Methods that the frontend may call by name."""
 
@@ -69,37 +62,18 @@ class EngineCore:
         obs: Instrument,
         startup_ns: dict[str, int] | None = None,
     ) -> None:
-        began_ns = time.monotonic_ns()
         self.config = config
         self.obs = obs
-        self.startup_ns = dict(startup_ns or {})
-        self.startup_begin_ns: dict[str, int] = {}
-        with self._phase(StartupPhase.LOAD_PLUGINS):
-            load_plugins()
-        with self._phase(StartupPhase.LOAD_MODEL):
-            self.executor = executor_class(config, obs=obs)
-            self.executor.load_model()
-        limits = resolve_limits(config, self.executor.model_config)
-        self._size = self._initialize_kv_cache(limits)
-        with self._phase(StartupPhase.WARMUP):
-            self.executor.warm_up()
-        with self._phase(StartupPhase.BUILD_SCHEDULER):
-            self._block_hasher = (
-                BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
-            )
-            self.scheduler = self._build_scheduler(limits)
-            self.structured_outputs = StructuredOutputManager.create(
-                config, self.executor.model_config, obs=obs
-            )
+        self._startup = StartupTimes(obs, startup_ns)
+        parts = bring_up(config, executor_class, obs=obs, times=self._startup)
+        self.executor, self.scheduler = parts.executor, parts.scheduler
+        self.structured_outputs = parts.structured_outputs
+        self._size, self._block_hasher = parts.size, parts.block_hasher
         self._tells_idle = False
         self.listeners: set[int] = {0}
         """Clients that are told of every step."""
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
-        logger.info(
-            "init engine (profile, create kv cache, warm-up) took %.2f s",
-            (time.monotonic_ns() - began_ns) / 1e9,
-        )
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -117,7 +91,8 @@ class EngineCore:
             self.structured_outputs.compiler.wait(_GRAMMAR_POLL_S)
         packages = self._collect()
         for client, package in ended.items():
-            packages.setdefault(client, EngineCoreOutputs()).outputs[:0] = package.outputs
+            merged = packages.setdefault(client, EngineCoreOutputs())
+            merged.outputs[:0], merged.grammars = package.outputs, package.grammars
         return packages
 
     def _launch(self) -> bool:
@@ -159,6 +134,10 @@ class EngineCore:
                 continue
             output = self.scheduler.fail_request(request, failure.error, failure.kind)
             packages.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        if packages:
+            for client in self.listeners:
+                carrier = packages.setdefault(client, EngineCoreOutputs())
+                carrier.grammars = self.structured_outputs.totals
         return packages
 
     def _collect(self) -> dict[int, EngineCoreOutputs]:
@@ -239,7 +218,11 @@ class EngineCore:
             return {}
         self._tells_idle = False
         cached = self.scheduler.kv_cache.pool.num_cached_free_blocks
-        return {client: EngineCoreOutputs(idle_cached_blocks=cached) for client in self.listeners}
+        grammars = self.structured_outputs.totals
+        return {
+            client: EngineCoreOutputs(idle_cached_blocks=cached, grammars=grammars)
+            for client in self.listeners
+        }
 
     def abort_client(self, client_index: int) -> None:
         """End all requests of a client that is gone, and tell nobody."""
@@ -281,6 +264,13 @@ class EngineCore:
     def check_integrity(self) -> bool:
         """Assert every invariant that holds between steps."""
         self.scheduler.check_integrity()
+        return True
+
+    def warm_up_structured_outputs(self) -> bool:
+        """Get ready for the first constraint, in the background; False if there can be none."""
+        if self.config.model.skip_tokenizer_init:
+            return False
+        self.structured_outputs.warm_up()
         return True
 
     def kv_block_map(self) -> BlockMap:
@@ -327,8 +317,8 @@ class EngineCore:
             device=facts["device"],
             attention_backend=facts["attention_backend"],
             kv_cache_bytes=self._size.num_bytes,
-            startup_ns=self.startup_ns,
-            startup_begin_ns=self.startup_begin_ns,
+            startup_ns=self._startup.durations_ns,
+            startup_begin_ns=self._startup.begins_ns,
             memory_bytes=self.executor.memory_bytes,
         )
 
@@ -337,54 +327,3 @@ class EngineCore:
         self.structured_outputs.close()
         self.executor.shutdown()
         self.obs.close()
-
-    # -- start-up --------------------------------------------------------------------------------
-
-    def _initialize_kv_cache(self, limits: Limits) -> KVCacheSize:
-        with self._phase(StartupPhase.PROFILE):
-            available = self.executor.determine_available_memory(
-                max_model_len=limits.max_model_len,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-            )
-        with self._phase(StartupPhase.ALLOCATE_KV_CACHE):
-            size = size_kv_cache(
-                self.executor.get_kv_cache_spec(),
-                available_bytes=available,
-                num_blocks_override=self.config.cache.num_gpu_blocks_override,
-                max_model_len=limits.max_model_len,
-            )
-            self.executor.initialize_cache(size.num_blocks)
-        if size.max_model_len < limits.max_model_len:
-            self.obs.event(Event.KV_REDUCED_MAX_MODEL_LEN, value=size.max_model_len)
-        return size
-
-    def _build_scheduler(self, limits: Limits) -> Scheduler:
-        cache, scheduler = self.config.cache, self.config.scheduler
-        return Scheduler(
-            SchedulerLimits(
-                max_model_len=self._size.max_model_len,
-                max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                enable_chunked_prefill=scheduler.enable_chunked_prefill,
-                long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
-                scheduling_policy=scheduler.scheduling_policy,
-            ),
-            KVCacheManager(
-                self._size.num_blocks, cache.block_size, enable_caching=cache.enable_prefix_caching
-            ),
-            clock=time.monotonic_ns,
-            obs=self.obs,
-        )
-
-    @contextmanager
-    def _phase(self, phase: StartupPhase) -> Iterator[None]:
-        """Time one start-up phase and report it."""
-        began_ns = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            ended_ns = time.monotonic_ns()
-            self.startup_ns[phase.label] = ended_ns - began_ns
-            self.startup_begin_ns[phase.label] = began_ns
-            self.obs.startup(phase, began_ns, ended_ns)
-            logger.debug("%s took %.3f s", phase.label, (ended_ns - began_ns) / 1e9)

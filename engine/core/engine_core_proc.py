@@ -160,7 +160,7 @@ class EngineCoreProc:
     def _receive(self, sockets: Sequence[zmq.Socket]) -> None:
         """Input thread: decode, and do what needs no scheduler."""
         obs = self.obs.for_thread(ThreadName.INPUT_IO)
-        decoders = {
+        decoders: dict[MessageType, MessageDecoder[Any]] = {
             MessageType.ADD: MessageDecoder(EngineCoreRequest),
             MessageType.ABORT: MessageDecoder(list[str]),
             MessageType.UTILITY: MessageDecoder(UtilityRequest),

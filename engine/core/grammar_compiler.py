@@ -1,26 +1,43 @@
-"""Compiles grammars on a thread of its own, each tried out in another process first.
+"""Brings compiled grammars from the process that tries them out, on a thread of its own.
 
-A constraint may take minutes or gigabytes, or crash the library: that happens to the other process,
-which is killed and started anew. What it has found good is compiled again here, where it takes as
-long as there; the library lets other threads run meanwhile. Knows constraints; knows no request.
+A constraint may take minutes or gigabytes, or crash the library: that happens over there, and what
+it does to others there is that process's to limit. What it has found good is compiled again here,
+or read where that would take long, which a second thread does; the library lets other threads run
+meanwhile. Knows constraints; knows no request.
 """
 
+import os
 import queue
+import select
 import threading
 import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
 
 from engine.core.grammar_vetting import VettingProcess
 from engine.log import get_logger
-from engine.types.grammar_messages import compile_constraint
+from engine.types.grammar_messages import (
+    QUICK_NS,
+    WALL_FACTOR,
+    GrammarKey,
+    Verdict,
+    Vocabulary,
+    Wish,
+    compile_constraint,
+)
 from instrumentation import GrammarOutcome
 
 logger = get_logger(__name__)
 
-_CLOSE_TIMEOUT_S = 1.0
+_CLOSE_TIMEOUT_S: Final = 1.0
+_START_TIMEOUT_S: Final = 120.0
+_MARGIN_S: Final = 10.0
+"""How much later than a constraint's time limit the process may tell what became of it."""
+_NUM_TRIES: Final = 2
+"""Of a constraint whose process dies; it can hardly be to blame, since a child tries it out."""
 
-GrammarKey = tuple[str, str, bool]
-"""Kind, text, disable_any_whitespace."""
+
+_Command = Literal["warm up", "submit", "withdraw"]
 
 
 class Compiled(NamedTuple):
@@ -37,27 +54,45 @@ class Compiled(NamedTuple):
     """Until it was compiled or given up, waiting for others not included."""
 
 
-class GrammarCompiler:
-    """A queue of constraints, a thread that compiles them, a queue of results.
+@dataclass(slots=True)
+class _WantedState:
+    """A constraint that the process is to try out."""
 
-    The thread and the other process start with the first constraint and then stay.
+    key: GrammarKey
+    num_tries: int = 0
+
+
+class GrammarCompiler:
+    """A queue of commands, a thread that talks to the other process, a queue of results.
+
+    The thread and the other process start with the first constraint, or when told to, and stay.
 
     Args:
-        process_kwargs: of `VettingProcess`.
-        timeout_s: how long the other process may take for one constraint.
+        process_kwargs: of `engine.frontend.grammar_process.serve`, without the time limit.
+        timeout_s: processor time that the other process may take for one constraint.
     """
 
     def __init__(self, process_kwargs: dict[str, Any], *, timeout_s: float) -> None:
-        self._process_kwargs = process_kwargs
-        self._timeout_s = timeout_s
-        self._wanted: queue.SimpleQueue[GrammarKey | None] = queue.SimpleQueue()
+        self._process_kwargs = process_kwargs | {"timeout_s": timeout_s}
+        # The longest that one constraint may keep it silent: it has two tries where it crashes.
+        self._silence_s = 2 * WALL_FACTOR * timeout_s + _MARGIN_S
+        self._commands: queue.SimpleQueue[tuple[_Command, GrammarKey | None]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self._has_result = threading.Event()
+        self._wake = -1
+        self._large: queue.SimpleQueue[tuple[GrammarKey, Verdict] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._large_thread: threading.Thread | None = None
         self._process: VettingProcess | None = None
-        self._compiler: Any = None
-        self._not_begun: set[GrammarKey] = set()
         self._is_closing = False
+        # The rest is the thread's.
+        self._compiler: Any = None
+        self._info: Any = None
+        self._is_ready = False
+        self._heard_s = 0.0
+        self._wanted: dict[int, _WantedState] = {}
+        self._numbers: dict[GrammarKey, int] = {}
+        self._last_number = 0
 
     @property
     def process_id(self) -> int | None:
@@ -65,17 +100,17 @@ class GrammarCompiler:
         process = self._process
         return None if process is None else process.pid
 
+    def warm_up(self) -> None:
+        """Start the thread and the other process before a constraint comes."""
+        self._command("warm up", None)
+
     def submit(self, key: GrammarKey) -> None:
         """Ask for a constraint; `take` will have the result."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
-            self._thread.start()
-        self._not_begun.add(key)
-        self._wanted.put(key)
+        self._command("submit", key)
 
     def withdraw(self, key: GrammarKey) -> None:
-        """Nobody wants the constraint any more: it is not begun, and may have no result."""
-        self._not_begun.discard(key)
+        """Nobody wants the constraint any more: trying it out ends, and it may have no result."""
+        self._command("withdraw", key)
 
     def take(self) -> list[Compiled]:
         """Results that have come since the last call."""
@@ -91,82 +126,208 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Give up what is being compiled and end the other process."""
-        self._is_closing = True
-        self._wanted.put(None)
-        if self._thread is None:
+        if self._thread is None or self._is_closing:
             return
+        self._is_closing = True
         process = self._process
         if process is not None:
             process.interrupt()  # its pipes are the thread's
+        os.eventfd_write(self._wake, 1)
+        self._large.put(None)  # it may compile for a while yet, and is not waited for
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            os.close(self._wake)
 
-    def compile(self, key: GrammarKey) -> Compiled:
-        """Compile one constraint, in the calling thread."""
-        began_ns = time.monotonic_ns()
-        result = self._compile(key, can_retry=True)
-        return result._replace(duration_ns=time.monotonic_ns() - began_ns)
+    def _command(self, command: _Command, key: GrammarKey | None) -> None:
+        self._commands.put((command, key))
+        if self._thread is None:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread.start()
+        os.eventfd_write(self._wake, 1)
+
+    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (key := self._wanted.get()) is not None and not self._is_closing:
+        while not self._is_closing:
             try:
-                self._not_begun.remove(key)  # in one go: the other thread changes the set too
-            except KeyError:
-                continue  # withdrawn
-            try:
-                result = self.compile(key)
-            except Exception as error:  # it must not leave its request waiting for ever
-                logger.exception("compiling a grammar failed")
-                result = Compiled(key, GrammarOutcome.UNAVAILABLE, error=repr(error))
-            self._done.put(result)
-            self._has_result.set()
+                self._take_commands()
+                self._hear()
+            except Exception as error:  # it must not leave requests waiting for ever
+                logger.exception("compiling grammars failed")
+                self._drop_process()
+                self._give_up(f"structured outputs are not available: {error!r}")
         self._drop_process()
 
-    def _compile(self, key: GrammarKey, *, can_retry: bool) -> Compiled:
-        try:
-            process = self._ready_process()
-        except (EOFError, TimeoutError, OSError, RuntimeError, ImportError) as error:
-            text = f"structured outputs are not available: {error or 'no answer in time'}"
-            return Compiled(key, GrammarOutcome.UNAVAILABLE, error=text)
-        if self._is_closing:
-            return Compiled(key, GrammarOutcome.UNAVAILABLE, error="the engine is shutting down")
-        try:
-            verdict = process.ask(key, self._timeout_s)
-        except TimeoutError:
-            self._drop_process()
-            text = f"compiling it took longer than {self._timeout_s:g} s; make it simpler"
-            return Compiled(key, GrammarOutcome.TIMED_OUT, error=text)
-        except EOFError:
-            self._drop_process()
-            if can_retry and not self._is_closing:  # it may have been killed for another's sake
-                return self._compile(key, can_retry=False)
-            text = "the grammar compiler crashed on it twice, or ran out of memory; make it simpler"
-            return Compiled(key, GrammarOutcome.CRASHED, error=text)
-        if verdict.failure:
-            return Compiled(key, GrammarOutcome.INVALID, error=verdict.failure)
-        kind, text, is_compact = key
-        grammar = compile_constraint(self._compiler, kind, text, disable_any_whitespace=is_compact)
-        return Compiled(key, GrammarOutcome.COMPILED, grammar, num_bytes=verdict.num_bytes)
+    def _take_commands(self) -> None:
+        while not self._commands.empty():
+            command, key = self._commands.get_nowait()
+            if command == "submit":
+                assert key is not None
+                self._want(key)
+            elif command == "withdraw" and key in self._numbers:
+                number = self._numbers.pop(key)
+                del self._wanted[number]
+                if self._process is not None and self._is_ready:
+                    self._process.send(Wish(number))
+                    self._heard_s = time.monotonic()
+            elif command == "warm up" and self._process is None:
+                self._start(is_background=True)
 
-    def _ready_process(self) -> VettingProcess:
-        """The other process, started if need be, and a compiler here.
-
-        Raises:
-            RuntimeError: it cannot do its work, and says why.
-        """
+    def _want(self, key: GrammarKey) -> None:
+        if not self._wanted:
+            self._heard_s = time.monotonic()
+        self._last_number += 1
+        self._numbers[key] = self._last_number
+        self._wanted[self._last_number] = _WantedState(key)
         if self._process is None:
-            self._process = VettingProcess(self._process_kwargs)
-            failure = self._process.vocabulary.failure
-            if failure:
-                self._drop_process()
-                raise RuntimeError(failure)
+            self._start()
+        elif self._is_ready:
+            self._ask(self._last_number)
+
+    def _start(self, *, is_background: bool = False) -> None:
+        self._is_ready = False
+        self._heard_s = time.monotonic()
+        kwargs = self._process_kwargs | {"is_background": is_background}
+        self._process = VettingProcess(kwargs, wake=self._wake)
+        import xgrammar  # noqa: F401 - takes a second or more, while the process does the same
+
+    def _ask(self, number: int) -> None:
+        assert self._process is not None
+        wanted = self._wanted[number]
+        wanted.num_tries += 1
+        self._process.send(Wish(number, wanted.key))
+
+    def _hear(self) -> None:
+        """Wait for whatever comes next, and handle it."""
+        try:
+            if self._process is None:
+                select.select([self._wake], [], [])
+            else:
+                for message in self._process.wait(self._seconds_left()):
+                    self._heard_s = time.monotonic()
+                    if isinstance(message, Vocabulary):
+                        self._take_vocabulary(message)
+                    else:
+                        self._take_verdict(message)
+        except EOFError:
+            self._take_death()
+        else:
+            if self._seconds_left() == 0.0:
+                self._take_death()
+        if select.select([self._wake], [], [], 0.0)[0]:
+            os.eventfd_read(self._wake)
+
+    def _seconds_left(self) -> float | None:
+        """How long the process may still say nothing, None for any time."""
+        if self._process is None or (self._is_ready and not self._wanted):
+            return None
+        limit_s = self._silence_s if self._is_ready else _START_TIMEOUT_S
+        return max(0.0, self._heard_s + limit_s - time.monotonic())
+
+    def _take_vocabulary(self, vocabulary: Vocabulary) -> None:
+        if vocabulary.failure:
+            self._drop_process()
+            self._give_up(f"structured outputs are not available: {vocabulary.failure}")
+            return
         if self._compiler is None:
             import xgrammar
 
-            info = xgrammar.TokenizerInfo.deserialize_json(self._process.vocabulary.info)
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        return self._process
+            self._info = xgrammar.TokenizerInfo.deserialize_json(vocabulary.info)
+            self._compiler = self._make_compiler()
+        self._is_ready = True
+        for number in self._wanted:
+            self._ask(number)
+
+    def _make_compiler(self) -> Any:
+        import xgrammar
+
+        return xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+
+    def _take_verdict(self, verdict: Verdict) -> None:
+        self._take_commands()  # nobody may want it any more
+        wanted = self._wanted.pop(verdict.number, None)
+        if wanted is None:
+            return
+        key = wanted.key
+        del self._numbers[key]
+        if verdict.outcome is not GrammarOutcome.COMPILED:
+            self._finish(
+                Compiled(
+                    key, verdict.outcome, error=verdict.failure, duration_ns=verdict.duration_ns
+                )
+            )
+        elif verdict.compile_ns <= QUICK_NS:
+            self._take_over(self._compiler, key, verdict)
+        else:
+            if self._large_thread is None:
+                self._large_thread = threading.Thread(
+                    target=self._take_over_large, name="large grammars", daemon=True
+                )
+                self._large_thread.start()
+            self._large.put((key, verdict))
+
+    def _take_over_large(self) -> None:
+        """The second thread: the first is there for others meanwhile."""
+        compiler = self._make_compiler()  # they may not share one
+        while (item := self._large.get()) is not None and not self._is_closing:
+            self._take_over(compiler, *item)
+
+    def _take_over(self, compiler: Any, key: GrammarKey, verdict: Verdict) -> None:
+        """Make the core's own grammar out of one that is good."""
+        began_ns = time.monotonic_ns()
+        try:
+            if verdict.grammar:
+                from xgrammar import CompiledGrammar
+
+                grammar = CompiledGrammar.deserialize_json(verdict.grammar, self._info)
+            else:
+                kind, text, is_compact = key
+                grammar = compile_constraint(
+                    compiler, kind, text, disable_any_whitespace=is_compact
+                )
+        except Exception as error:
+            logger.exception("a grammar that had been found good could not be taken over")
+            self._finish(Compiled(key, GrammarOutcome.UNAVAILABLE, error=repr(error)))
+            return
+        duration_ns = verdict.duration_ns + time.monotonic_ns() - began_ns
+        self._finish(
+            Compiled(
+                key,
+                GrammarOutcome.COMPILED,
+                grammar,
+                num_bytes=verdict.num_bytes,
+                duration_ns=duration_ns,
+            )
+        )
+
+    def _take_death(self) -> None:
+        """The process has died, or says nothing any more: once, another may do better."""
+        was_ready = self._is_ready
+        self._drop_process()
+        if self._is_closing:
+            return
+        if not was_ready or any(one.num_tries == _NUM_TRIES for one in self._wanted.values()):
+            what = "died" if was_ready else "did not start"
+            self._give_up(f"structured outputs are not available: their process {what}")
+        elif self._wanted:
+            self._start()
+
+    def _give_up(self, error: str) -> None:
+        """There will be no result for what is wanted now."""
+        for wanted in self._wanted.values():
+            self._finish(Compiled(wanted.key, GrammarOutcome.UNAVAILABLE, error=error))
+        if not self._wanted:
+            logger.warning("%s", error)
+        self._wanted.clear()
+        self._numbers.clear()
+
+    def _finish(self, result: Compiled) -> None:
+        self._done.put(result)
+        self._has_result.set()
 
     def _drop_process(self) -> None:
         process, self._process = self._process, None
+        self._is_ready = False
         if process is not None:
             process.kill()

@@ -1,4 +1,4 @@
-"""The core's end of the process that tries grammars out: start it, ask it, kill it.
+"""The core's end of the process that tries grammars out: start it, talk to it, kill it.
 
 Knows the process and its pipes; what it does there is `engine.frontend.grammar_process`'s, which
 stands above the core because it knows the tokenizer, and is started by name.
@@ -7,18 +7,15 @@ stands above the core because it knows the tokenizer, and is started by name.
 import json
 import os
 import select
-import struct
 import subprocess
 import sys
-import time
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator
+from typing import Any, Final
 
 import msgspec
 
-from engine.types.grammar_messages import Verdict, Vocabulary
+from engine.types.grammar_messages import Frames, Verdict, Vocabulary, Wish, framed
 
-START_TIMEOUT_S: Final = 120.0
-_LENGTH: Final = struct.Struct("<I")
 _CHUNK_BYTES: Final = 1 << 20
 _PROGRAM: Final = (
     "import sys, json; boot = json.loads(sys.stdin.buffer.readline()); "
@@ -26,53 +23,78 @@ _PROGRAM: Final = (
     "from engine.frontend.grammar_process import serve; serve(**boot)"
 )
 
-_Message = TypeVar("_Message", Vocabulary, Verdict)
-
 
 class VettingProcess:
-    """A process that compiles what it is asked to, for as long as it is let.
+    """A process that compiles what it is asked to, for as long as it lets itself.
 
-    Belongs to one thread, whose end also ends the process.
+    Belongs to one thread, whose end also ends the process. Nothing here waits for the process but
+    `wait`.
 
     Args:
         kwargs: of `engine.frontend.grammar_process.serve`, without `parent_pid`.
+        wake: a file that becomes readable when the thread is wanted for something else.
     """
 
-    def __init__(self, kwargs: dict[str, Any]) -> None:
-        flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does
+    def __init__(self, kwargs: dict[str, Any], *, wake: int) -> None:
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
             [sys.executable, *flags, "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
+            bufsize=0,
         )
-        self._received = bytearray()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._wake = wake
+        self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._input, False)
+        self._frames = Frames()
+        self._has_vocabulary = False
         boot = {"sys_path": sys.path, "parent_pid": os.getpid(), **kwargs}
-        try:
-            self._send(json.dumps(boot).encode() + b"\n")
-            self.vocabulary = self._receive(Vocabulary, START_TIMEOUT_S)
-        except BaseException:
-            self.kill()
-            raise
+        self._unsent = bytearray(json.dumps(boot).encode() + b"\n")
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
 
-    def ask(self, key: tuple[str, str, bool], timeout_s: float) -> Verdict:
-        """Try one constraint out.
+    def send(self, wish: Wish) -> None:
+        """Ask for something, once the vocabulary has come; `wait` does the sending."""
+        self._unsent += framed(wish)
+
+    def wait(self, timeout_s: float | None) -> Iterator[Vocabulary | Verdict]:
+        """Wait until it says something, or the thread is wanted, or the time is up; send meanwhile.
+
+        Yields what it has said: the vocabulary first, then verdicts.
 
         Raises:
-            TimeoutError: no answer in that time; the process is of no use any more.
             EOFError: it has died.
         """
-        body = msgspec.msgpack.encode(key)
-        self._send(_LENGTH.pack(len(body)) + body)
-        return self._receive(Verdict, timeout_s)
+        poller = select.poll()
+        poller.register(self._output, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
+        if self._unsent:
+            poller.register(self._input, select.POLLOUT)
+        ready = {
+            fileno for fileno, _ in poller.poll(None if timeout_s is None else 1e3 * timeout_s)
+        }
+        if self._input in ready:
+            self._send()
+        if self._output not in ready:
+            return
+        data = os.read(self._output, _CHUNK_BYTES)
+        if not data:
+            raise EOFError("the process has died")
+        for body in self._frames.feed(data):
+            if self._has_vocabulary:
+                yield msgspec.msgpack.decode(body, type=Verdict)
+            else:
+                self._has_vocabulary = True
+                yield msgspec.msgpack.decode(body, type=Vocabulary)
 
     def interrupt(self) -> None:
-        """Make it end, from any thread: whoever asks it gets EOFError."""
+        """Make it end, from any thread: whoever waits for it gets EOFError."""
         self._process.kill()
 
     def kill(self) -> None:
@@ -81,36 +103,11 @@ class VettingProcess:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:  # what it has not read is of no interest
-                continue
+            pipe.close()
 
-    def _send(self, data: bytes) -> None:
-        assert self._process.stdin is not None
+    def _send(self) -> None:
         try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
+            num_sent = os.write(self._input, self._unsent)
         except BrokenPipeError as error:
             raise EOFError("the process has died") from error
-
-    def _receive(self, kind: type[_Message], timeout_s: float) -> _Message:
-        deadline_s = time.monotonic() + timeout_s
-        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline_s))
-        return msgspec.msgpack.decode(self._take(length, deadline_s), type=kind)
-
-    def _take(self, num_bytes: int, deadline_s: float) -> bytes:
-        assert self._process.stdout is not None
-        pipe = self._process.stdout.fileno()
-        while len(self._received) < num_bytes:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            readable, _, _ = select.select([pipe], [], [], left_s)
-            if not readable:
-                raise TimeoutError
-            data = os.read(pipe, _CHUNK_BYTES)
-            if not data:
-                raise EOFError("the process has died")
-            self._received += data
-        taken = bytes(self._received[:num_bytes])
-        del self._received[:num_bytes]
-        return taken
+        del self._unsent[:num_sent]

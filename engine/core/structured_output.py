@@ -14,8 +14,9 @@ import numpy as np
 from engine.checkpoint.architecture import ModelConfig
 from engine.config import EngineConfig
 from engine.core.grammar import Grammar, end_mask_of, num_words
-from engine.core.grammar_compiler import Compiled, GrammarCompiler, GrammarKey
+from engine.core.grammar_compiler import Compiled, GrammarCompiler
 from engine.core.request import Request, RequestStatus
+from engine.types.grammar_messages import GrammarKey
 from engine.types.messages import ErrorKind
 from engine.types.plan import GrammarOutput
 from instrumentation import Event, GrammarOutcome, GrammarTotals, Instrument
@@ -111,6 +112,10 @@ class StructuredOutputManager:
             self._num_bytes,
         )
 
+    def warm_up(self) -> None:
+        """Get ready for the first constraint, in the background."""
+        self.compiler.warm_up()
+
     def begin(self, request: Request) -> None:
         """Give a request that has just come its grammar, or let it wait for one."""
         params = request.sampling_params.structured_outputs
@@ -154,6 +159,8 @@ class StructuredOutputManager:
         requests.pop(request.request_id, None)
         if not requests and self._waiting.pop(key, None) is not None:
             self.compiler.withdraw(key)
+            self._outcomes[GrammarOutcome.WITHDRAWN] += 1
+            self._totals = None
 
     def grammar_output(self, requests: Iterable[Request | None]) -> GrammarOutput | None:
         """The bitmask of a step in which these requests sample; None where it binds nobody.
@@ -177,7 +184,8 @@ class StructuredOutputManager:
         """Keep a result, and tell whoever waited for it."""
         self._totals = None
         requests = self._waiting.pop(result.key, {}).values()
-        self._outcomes[result.outcome] += 1
+        if requests:  # or it counts as withdrawn
+            self._outcomes[result.outcome] += 1
         self._compile_ns += result.duration_ns
         if result.outcome is GrammarOutcome.COMPILED:
             self._keep(result)

@@ -1,40 +1,32 @@
 """The process that tries grammars out before the engine core takes them.
 
-Here a constraint is compiled, and a little text is walked through it, where it can be killed: some
-constraints take minutes or gigabytes, some crash the library, and some compile at once but then
-hang on their first token. What has been vetted here, the core compiles again, in the same time.
+It loads the library and the tokenizer once, and forks a child for each constraint, which may then
+be killed at any time; it does nothing dangerous itself. What has been found good, the core reads,
+or compiles again where that is quicker.
 
 Knows the tokenizer, which the core does not know, and tells the core which bytes each token has.
-The core starts it by name, so that it may stand above the core. One message in, one out, each with
-its length in front; the end of the input ends it.
+The core starts it by name, so that it may stand above the core. Messages each have their length in
+front (`engine.types.grammar_messages.framed`); the end of the input ends it.
 
     first   out  `Vocabulary`
-    then    in   kind, text, disable_any_whitespace    out  `Verdict`
+    then    in   `Wish`         out  a `Verdict` for each that is not withdrawn, in any order
 """
 
-import ctypes
+import gc
 import os
-import resource
-import signal
-import struct
+import select
 import sys
-import time
-from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import msgspec
 
-from engine.types.grammar_messages import MatchTime, Verdict, Vocabulary, compile_constraint
+from engine.frontend.grammar_lanes import Lanes
+from engine.frontend.grammar_trial import try_constraint
+from engine.frontend.grammar_worker import Workers, die_with
+from engine.types.grammar_messages import Frames, GrammarKey, Verdict, Vocabulary, Wish, framed
 
-_NUM_WALKS: Final = 4
-_NUM_TOKENS: Final = 96
-_MAX_SIZE_BYTES: Final = 64 << 20
-"""Largest compiled grammar."""
-_MEMORY_BYTES: Final = 3 << 30
-"""What compiling may take beyond what the process has when it is ready."""
-_NICENESS: Final = 5
-_PR_SET_PDEATHSIG: Final = 1
-_LENGTH: Final = struct.Struct("<I")
+_CHUNK_BYTES: Final = 1 << 20
+_BACKGROUND_NICENESS: Final = 5
 
 
 def serve(
@@ -46,10 +38,19 @@ def serve(
     tokenizer: str | None,
     vocab_size: int,
     stop_token_ids: list[int],
+    timeout_s: float,
+    is_background: bool,
 ) -> None:
-    """Answer until the input ends."""
-    _die_with(parent_pid)
-    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    """Answer until the input ends.
+
+    Args:
+        timeout_s: processor time that one constraint may take.
+        is_background: nobody waits for it yet, so that steps go before its start too.
+    """
+    die_with(parent_pid)
+    if is_background:
+        os.nice(_BACKGROUND_NICENESS)
+    source, sink = sys.stdin.fileno(), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not get among the answers
     try:
         import xgrammar
@@ -62,74 +63,48 @@ def serve(
     except Exception as error:
         _write(sink, Vocabulary(failure=f"{type(error).__name__}: {error}"))
         return
-    _write(sink, Vocabulary(info=info.serialize_json()))
     lengths = [len(piece) for piece in pieces] + [0] * (vocab_size - len(pieces))
-    _limit_memory()
-    os.nice(_NICENESS)  # steps go first
-    while (request := _read(source)) is not None:
-        kind, text, disable_any_whitespace = msgspec.msgpack.decode(
-            request, type=tuple[str, str, bool]
-        )
-        _write(sink, _vet(compiler, lengths, kind, text, disable_any_whitespace))
+
+    def work(key: GrammarKey) -> Verdict:
+        return try_constraint(compiler, lengths, key)
+
+    _write(sink, Vocabulary(info=info.serialize_json()))
+    gc.freeze()  # children share these pages as long as nobody touches them
+    _Workshop(Workers(work), source, sink, timeout_s=timeout_s).run()
 
 
-def _vet(compiler: Any, lengths: list[int], kind: str, text: str, compact: bool) -> Verdict:
-    """Compile one constraint and walk some text through it."""
-    began = time.process_time()
-    try:
-        grammar = compile_constraint(compiler, kind, text, disable_any_whitespace=compact)
-    except Exception as error:  # whatever the library makes of somebody's text
-        return Verdict(failure=_message(error))
-    compile_ns = int(1e9 * (time.process_time() - began))
-    if grammar.memory_size_bytes > _MAX_SIZE_BYTES:
-        return Verdict(
-            failure=f"it takes {grammar.memory_size_bytes >> 20} MiB once compiled, and may take "
-            f"{_MAX_SIZE_BYTES >> 20}; make it smaller (fewer or shorter repetitions)"
-        )
-    failure = _walk_through(grammar, lengths)
-    return Verdict(failure, compile_ns, grammar.memory_size_bytes)
+class _Workshop:
+    """Wishes in, verdicts out, and a child that is ready before it is needed."""
 
+    def __init__(self, workers: Workers, source: int, sink: BinaryIO, *, timeout_s: float) -> None:
+        self._workers = workers
+        self._source = source
+        self._sink = sink
+        self._wishes = Frames()
+        self._lanes = Lanes(workers, timeout_s=timeout_s)
 
-def _walk_through(grammar: Any, lengths: list[int]) -> str:
-    """Why the grammar is no good for generating; empty if nothing was found.
+    def run(self) -> None:
+        """Until the input ends."""
+        readable: set[int] = set()
+        while True:
+            if self._source in readable:
+                data = os.read(self._source, _CHUNK_BYTES)
+                if not data:
+                    return
+                for body in self._wishes.feed(data):
+                    self._lanes.take(msgspec.msgpack.decode(body, type=Wish))
+            for verdict in self._lanes.advance(readable):
+                _write(self._sink, verdict)
+            self._workers.prepare()
+            readable = self._wait()
 
-    `lengths` has the number of bytes of each token.
-    """
-    import numpy as np
-    from xgrammar import GrammarMatcher
-
-    vocab_size, num_bytes = len(lengths), np.array(lengths)
-    mask = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
-    random = np.random.default_rng(0)
-    for walk in range(_NUM_WALKS):
-        matcher, taken = GrammarMatcher(grammar), MatchTime()
-        for position in range(_NUM_TOKENS):
-            with taken:
-                matcher.fill_next_token_bitmask(mask)
-            allows = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
-            allows[matcher.stop_token_ids] = 0
-            allowed = np.flatnonzero(allows)
-            if not len(allowed):
-                if position == 0:
-                    return "no text but the empty one matches it"
-                break
-            # The first, which repeats where it may; the longest; then any.
-            if walk == 0:
-                token = int(allowed[0])
-            elif walk == 1:
-                token = int(allowed[num_bytes[allowed].argmax()])
-            else:
-                token = int(random.choice(allowed))
-            with taken:
-                accepted = matcher.accept_token(token)
-            if not accepted:
-                return "it contradicts itself"
-            if taken.is_too_long:
-                return (
-                    "it can be matched in too many ways to be followed while text is generated; "
-                    "remove nested or ambiguous repetitions, such as (a*)*"
-                )
-    return ""
+    def _wait(self) -> set[int]:
+        poller = select.poll()
+        for fileno in (self._source, *self._lanes.filenos):
+            poller.register(fileno, select.POLLIN)
+        left_s = self._lanes.seconds_left()
+        # Never before the time is up, or it would wake again and again.
+        return {fileno for fileno, _ in poller.poll(None if left_s is None else 1e3 * left_s + 1)}
 
 
 def _token_bytes(
@@ -151,39 +126,6 @@ def _token_bytes(
     ]
 
 
-def _message(error: Exception) -> str:
-    """The library's message without the place in its own source, on one line."""
-    text = " ".join(str(error).split())
-    if text.startswith("[") and "] " in text:
-        text = text.split("] ", 1)[1]
-        place, _, rest = text.partition(": ")
-        text = rest if ".cc:" in place else text
-    return text[:500] or type(error).__name__
-
-
-def _die_with(parent_pid: int) -> None:
-    """End when the core ends, also in the middle of a call that never returns."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before it could be watched
-        os._exit(0)
-
-
-def _limit_memory() -> None:
-    """Let a compilation that grows without bound fail instead of taking the machine's memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + _MEMORY_BYTES
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-def _read(source: BinaryIO) -> bytes | None:
-    head = source.read(_LENGTH.size)
-    return source.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else None
-
-
 def _write(sink: BinaryIO, message: msgspec.Struct) -> None:
-    body = msgspec.msgpack.encode(message)
-    sink.write(_LENGTH.pack(len(body)) + body)
+    sink.write(framed(message))
     sink.flush()

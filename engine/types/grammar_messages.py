@@ -4,11 +4,19 @@ Knows xgrammar's compiler as an object that it is handed; imports no grammar lib
 """
 
 import json
+import struct
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final
 
 import msgspec
+
+from engine.types.grammar_text import expression_grammar, repaired
+from instrumentation import GrammarOutcome
+
+GrammarKey = tuple[str, str, bool]
+"""Kind, text, disable_any_whitespace."""
 
 MAX_WHITESPACE: Final = 10
 """Most whitespace characters in a row between the parts of JSON. A model that has begun to indent
@@ -16,7 +24,38 @@ may otherwise go on for ever."""
 _MAX_MEAN_S: Final = 0.004
 _NUM_BEFORE_MEAN: Final = 16
 _MAX_WORST_S: Final = 0.100
+QUICK_NS: Final = 250_000_000
+"""What compiles within that time, the core compiles again: reading it could take longer."""
+WALL_FACTOR: Final = 4
+"""How many times the processor time that it may take a constraint may last: steps go first."""
 _ANY_OBJECT: Final = '{"type": "object"}'
+_LENGTH: Final = struct.Struct("<I")
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """A message as it goes through a pipe: its length, then msgpack."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts what comes out of a pipe into the messages that `framed` has made."""
+
+    __slots__ = ("_received",)
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take in what has come; yields messages that are whole now, still encoded."""
+        self._received += data
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            body = bytes(self._received[_LENGTH.size : end])
+            del self._received[:end]
+            yield body
 
 
 class Vocabulary(msgspec.Struct, array_like=True, gc=False):
@@ -26,13 +65,30 @@ class Vocabulary(msgspec.Struct, array_like=True, gc=False):
     failure: str = ""
 
 
-class Verdict(msgspec.Struct, array_like=True, gc=False):
-    """What came of trying one constraint out; an empty `failure` means that it is good."""
+class Wish(msgspec.Struct, array_like=True, gc=False):
+    """A constraint to try out, or one that nobody wants any more."""
 
+    number: int
+    """The core's, never used again."""
+    key: GrammarKey | None = None
+    """None where the constraint of that number is withdrawn; it then gets no verdict."""
+
+
+class Verdict(msgspec.Struct, array_like=True, gc=False):
+    """What came of trying one constraint out."""
+
+    number: int
+    """Its wish's."""
+    outcome: GrammarOutcome
     failure: str = ""
+    """Why it was not compiled; empty if it was."""
+    duration_ns: int = 0
+    """Time spent on it, that of tries that were cut short included, waiting for others not."""
     compile_ns: int = 0
-    """Processor time."""
+    """Processor time of compiling, trying out not included."""
     num_bytes: int = 0
+    grammar: str = ""
+    """The compiled grammar as xgrammar serialises it; empty where it is to be compiled again."""
 
 
 class MatchTime:
@@ -79,19 +135,28 @@ def compile_constraint(compiler: Any, kind: str, text: str, *, disable_any_white
         text: the constraint; of a choice, its JSON list.
         disable_any_whitespace: see `StructuredOutputsParams`.
     """
-    if kind in ("json", "json_object"):
-        schema = text if kind == "json" else _ANY_OBJECT
-        if disable_any_whitespace:
-            return compiler.compile_json_schema(schema, any_whitespace=False)
-        return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
     if kind == "regex":
-        return compiler.compile_regex(text)
+        return compiler.compile_grammar(expression_grammar(text))
+    if kind in ("json", "json_object") or (kind == "structural_tag" and "schema" in text):
+        schema = _ANY_OBJECT if kind == "json_object" else text
+        return compiler.compile_grammar(repaired(_printed(kind, schema, disable_any_whitespace)))
     if kind == "choice":
         return compiler.compile_grammar(choice_grammar(json.loads(text)))
     if kind == "structural_tag":
         return compiler.compile_structural_tag(text)
     assert kind == "grammar", kind
     return compiler.compile_grammar(text)
+
+
+def _printed(kind: str, text: str, disable_any_whitespace: bool) -> str:
+    """The grammar that the library makes of a schema or a structural tag, as EBNF."""
+    from xgrammar import Grammar  # which the compiler's process has loaded
+
+    if kind == "structural_tag":
+        return str(Grammar.from_structural_tag(text))
+    if disable_any_whitespace:
+        return str(Grammar.from_json_schema(text, any_whitespace=False))
+    return str(Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE))
 
 
 def choice_grammar(choices: list[str]) -> str:

@@ -12,9 +12,9 @@ import msgspec
 
 from engine.types.logprobs import LogprobsLists
 from engine.types.sampling import SamplingParams
-from instrumentation import StepRecord, WorkerStepRecord
+from instrumentation import GrammarTotals, StepRecord, WorkerStepRecord
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised whenever a message changes; both sides must agree."""
 
 
@@ -137,6 +137,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     many of the blocks, now all free, are cached."""
     sent_ns: int = 0
     """When the core began to encode the message, 0 where it crosses no process boundary."""
+    grammars: GrammarTotals | None = None
+    """Set when a structured output has failed or been withdrawn, since no step need follow."""
 
 
 class EngineCoreReadyResponse(msgspec.Struct, array_like=True, gc=False):

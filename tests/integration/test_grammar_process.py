@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.core import grammar_compiler
 from engine.core.grammar_compiler import Compiled, GrammarCompiler, GrammarKey
 from engine.types.grammar_messages import choice_grammar
 from engine.types.structured_outputs import StructuredOutputsParams
@@ -25,8 +26,10 @@ KWARGS = {
     "vocab_size": 49152,
     "stop_token_ids": [2],
 }
-SLOW = "(.{0,2000}x){0,2000}"
+SLOW = "".join(f"([^{one}]{{0,9000}}{one}){{0,9000}}" for one in "abcdefghijklmnopqrstuvwxyz")
 """Compiles for a minute."""
+DEAR = "[a-z]{1,500}"
+"""Compiles for a good part of a second."""
 AMBIGUOUS = 'root ::= s\ns ::= s s s | "a" | ""'
 """Compiles at once, and takes longer with each token."""
 
@@ -39,16 +42,40 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 def key_of(**form: object) -> GrammarKey:
+    """Of a regular expression, as it stands: it is parsed when it is compiled."""
+    if "regex" in form:
+        return ("regex", str(form["regex"]), False)
     return StructuredOutputsParams(**form).key
 
 
 def result_of(compiler: GrammarCompiler, key: GrammarKey) -> Compiled:
+    """The constraint's result; those of others that come meanwhile are dropped."""
     compiler.submit(key)
     for _ in range(600):
-        if found := compiler.take():
-            return found[0]
+        for found in compiler.take():
+            if found.key == key:
+                return found
         compiler.wait(0.1)
     raise AssertionError("no result in 60 s")
+
+
+def children_of(pid: int | None) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # dead; where it is a zombie, whoever adopted it has not looked yet
 
 
 def accepts(result: Compiled, text: str) -> bool:
@@ -94,10 +121,10 @@ def test_each_kind_compiles_to_what_it_says(compiler: GrammarCompiler) -> None:
 
 def test_what_cannot_be_right_is_refused_with_its_reason(compiler: GrammarCompiler) -> None:
     cases = [
-        (key_of(regex="[a-z"), "Unclosed"),
-        (key_of(regex=r"(a)\1"), "Backreference"),
-        (key_of(json={"type": "nonsense"}), "nonsense"),
-        (key_of(json={"$ref": "#/$defs/none"}), "defs"),
+        (key_of(regex="[a-z"), "the class has no end"),
+        (key_of(regex=r"(a)\1"), "backreferences"),
+        (("json", '{"type": "nonsense"}', False), "nonsense"),
+        (("json", '{"$ref": "#/$defs/none"}', False), "defs"),
         (key_of(grammar="root ::= missing"), "missing"),
         (key_of(grammar='other ::= "a"'), "root"),
         (key_of(grammar="root ::= root"), "no text but the empty one"),
@@ -113,29 +140,64 @@ def test_what_cannot_be_right_is_refused_with_its_reason(compiler: GrammarCompil
     assert compiler.process_id == pid
 
 
+def test_slow_ones_are_in_nobodys_way_and_end_when_nobody_wants_them(
+    compiler: GrammarCompiler,
+) -> None:
+    result_of(compiler, key_of(regex="a"))  # there is a process
+    slow = [key_of(regex=SLOW + str(num)) for num in range(5)]
+    for key in slow:
+        compiler.submit(key)
+    began_s = time.monotonic()
+    assert accepts(result_of(compiler, key_of(regex="[12]b")), "1b")
+    assert time.monotonic() - began_s < 2.5, "it waits for two slices of at most 0.8 s, and a fork"
+    assert len(children_of(compiler.process_id)) <= 4, "two at work, two in reserve"
+    for key in slow:
+        compiler.withdraw(key)
+    assert accepts(result_of(compiler, key_of(regex="[34]b")), "3b")
+    compiler.wait(0.5)
+    assert compiler.take() == [], "what is withdrawn has no result"
+    assert len(children_of(compiler.process_id)) <= 2, "they have ended"
+    # It is no failure that would be remembered: whoever wants it next has it tried out.
+    assert result_of(compiler, slow[0]).outcome is GrammarOutcome.TIMED_OUT
+
+
 @pytest.mark.slow
 def test_what_takes_too_long_is_given_up_and_the_next_one_is_served(
     compiler: GrammarCompiler,
 ) -> None:
-    result_of(compiler, key_of(regex="a"))  # there is a process
+    result_of(compiler, key_of(regex="a"))
     pid = compiler.process_id
-    assert pid is not None
     began = time.monotonic()
     result = result_of(compiler, key_of(regex=SLOW))
     assert result.outcome is GrammarOutcome.TIMED_OUT
     assert time.monotonic() - began < 10
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
     assert accepts(result_of(compiler, key_of(regex="ab")), "ab")
     # Found by walking text through it, whether in time or not.
     result = result_of(compiler, key_of(grammar=AMBIGUOUS))
     assert result.outcome in (GrammarOutcome.INVALID, GrammarOutcome.TIMED_OUT)
+    assert compiler.process_id == pid, "only children were killed"
+
+
+def test_what_was_dear_to_compile_is_not_compiled_again_but_read(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "compile_constraint", None)
+    result = result_of(compiler, key_of(regex=DEAR))
+    assert accepts(result, "a" * 500)
+    assert result.grammar.memory_size_bytes == result.num_bytes
+    from xgrammar import GrammarMatcher
+
+    assert not GrammarMatcher(result.grammar).accept_string("a" * 501)
 
 
 def test_sigkill_costs_only_a_second_try(compiler: GrammarCompiler) -> None:
     result_of(compiler, key_of(regex="a"))
     pid = compiler.process_id
     assert pid is not None
+    for child in children_of(pid):
+        os.kill(child, signal.SIGKILL)
+    assert accepts(result_of(compiler, key_of(regex="ef")), "ef")
+    assert compiler.process_id == pid
     os.kill(pid, signal.SIGSTOP)  # so that it dies with the question unanswered
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
@@ -150,25 +212,21 @@ def test_it_dies_with_its_parent_in_the_middle_of_compiling() -> None:
         "from tests.integration.test_grammar_process import *\n"
         "compiler = GrammarCompiler(KWARGS, timeout_s=100.0)\n"
         "result_of(compiler, key_of(regex='a'))\n"
-        "print(compiler.process_id, flush=True)\n"
         "compiler.submit(key_of(regex=SLOW))\n"
-        "time.sleep(0.3)\n"
+        "time.sleep(0.5)\n"
+        "print(compiler.process_id, *children_of(compiler.process_id), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    pid = int(done.stdout)
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
-            return  # dead; whoever adopted it has not looked yet
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) >= 3, "the process, a child at work and one in reserve"
+    deadline_s = time.monotonic() + 5
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline_s, "an orphan spins"
         time.sleep(0.05)
-    raise AssertionError("an orphan spins")
 
 
 def test_literals_are_escaped_whatever_they_hold() -> None:

@@ -1,6 +1,12 @@
 """Grammars for requests: shared, kept, refused, given up; and how far each output has got."""
 
-import queue
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +17,7 @@ from engine.core.grammar import Grammar, bits_of, end_mask_of
 from engine.core.grammar_compiler import Compiled, GrammarCompiler, GrammarKey
 from engine.core.request import Request, RequestStatus
 from engine.core.structured_output import StructuredOutputManager
-from engine.types.grammar_messages import MatchTime, Verdict, Vocabulary
+from engine.types.grammar_messages import QUICK_NS, MatchTime, Verdict, Vocabulary, Wish
 from engine.types.messages import ErrorKind
 from instrumentation import Event, GrammarOutcome
 from instrumentation.testing import Recorder
@@ -179,10 +185,10 @@ def test_a_failure_is_told_to_those_who_wait_and_to_later_ones(
 ) -> None:
     recorder = Recorder()
     manager, compiler = make_manager(obs=recorder)
-    first, second = request(0, "("), request(1, "(")
+    first, second = request(0, "z"), request(1, "z")
     manager.begin(first)
     manager.begin(second)
-    compiler.answer("(", outcome, error="no good", duration_ns=5)
+    compiler.answer("z", outcome, error="no good", duration_ns=5)
     told = manager.take()
     assert [one for one, _ in told] == [first, second]
     for _, failure in told:
@@ -192,7 +198,7 @@ def test_a_failure_is_told_to_those_who_wait_and_to_later_ones(
     assert (event.request_id, event.value) == ("r0", 5)
     assert event.detail.startswith(outcome.label)
     assert manager.totals.outcomes[outcome] == 1
-    later = request(2, "(")
+    later = request(2, "z")
     manager.begin(later)
     assert (len(compiler.submitted) == 1) is is_kept, "a bad constraint must not cost time again"
     assert manager.has_pending
@@ -211,11 +217,28 @@ def test_who_is_aborted_while_waiting_hears_nothing_more() -> None:
     manager.forget(second)
     assert compiler.withdrawn == [key_of("a")], "nobody wants it any more"
     assert not manager.has_pending
+    assert manager.totals.outcomes[GrammarOutcome.WITHDRAWN] == 1
     third = request(2, "a")
     manager.begin(third)
-    assert compiler.submitted == [key_of("a")] * 2
+    assert compiler.submitted == [key_of("a")] * 2, "it is not remembered as a failure"
     compiler.answer("a")
     assert manager.take() == [(third, None)]
+    assert sum(manager.totals.outcomes) == 2, "each asking has one outcome"
+
+
+def test_what_is_done_before_it_could_be_withdrawn_is_kept_and_counted_once() -> None:
+    manager, compiler = make_manager()
+    gone, other, later = request(0, "a"), request(1, "b"), request(2, "a")
+    manager.begin(gone)
+    manager.begin(other)
+    compiler.answer("a", num_bytes=5)
+    gone.status = RequestStatus.FINISHED
+    manager.forget(gone)
+    assert manager.take() == []
+    manager.begin(later)
+    assert later.grammar is not None
+    outcomes = manager.totals.outcomes
+    assert (outcomes[GrammarOutcome.WITHDRAWN], outcomes[GrammarOutcome.COMPILED]) == (1, 0)
 
 
 def test_a_steps_bitmask_has_a_row_for_each_request_that_is_still_there() -> None:
@@ -315,37 +338,65 @@ class FakeProcess:
     """Stands for the other process; what a text says is what happens to it."""
 
     started: ClassVar[list["FakeProcess"]] = []
-    vocabulary = Vocabulary(info="{}")
+    vocabulary: ClassVar[Vocabulary | None] = Vocabulary(info="{}")
+    """None for one that never comes up."""
     pid = 1
 
-    def __init__(self, kwargs: dict[str, Any]) -> None:
+    def __init__(self, kwargs: dict[str, Any], *, wake: int) -> None:
+        self.kwargs = kwargs
+        self.wake = wake
+        self.wishes: list[tuple[int, str | None]] = []
+        self.said: list[Vocabulary | Verdict] = [] if self.vocabulary is None else [self.vocabulary]
         self.is_dead = False
         FakeProcess.started.append(self)
 
-    def ask(self, key: GrammarKey, timeout_s: float) -> Verdict:
-        assert not self.is_dead
-        if key[1] == "slow":
-            raise TimeoutError
-        if key[1] == "crash" or (key[1] == "crash once" and len(FakeProcess.started) == 1):
+    def send(self, wish: Wish) -> None:
+        text = None if wish.key is None else wish.key[1]
+        self.wishes.append((wish.number, text))
+        if text in ("die", "die once"):
+            self.is_dead = text == "die" or len(FakeProcess.started) == 1
+        if text == "bad":
+            self.said.append(Verdict(wish.number, GrammarOutcome.INVALID, "no good", 3))
+        elif text not in (None, "slow") and not self.is_dead:
+            self.said.append(Verdict(wish.number, GrammarOutcome.COMPILED, "", 5, 10))
+
+    def wait(self, timeout_s: float | None) -> Iterator[Vocabulary | Verdict]:
+        if self.is_dead:
             raise EOFError
-        return Verdict("no good" if key[1] == "bad" else "", 1, 10)
+        if not self.said:
+            select.select([self.wake], [], [], timeout_s)
+        while self.said:
+            yield self.said.pop(0)
 
     def interrupt(self) -> None:
         self.is_dead = True
 
     kill = interrupt
 
+    def answer(self, number: int, **more: Any) -> None:
+        """From the test's thread."""
+        self.said.append(Verdict(number, GrammarOutcome.COMPILED, **more))
+        os.eventfd_write(self.wake, 1)
+
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
     FakeProcess.started = []
     monkeypatch.setattr(grammar_compiler, "VettingProcess", FakeProcess)
     monkeypatch.setattr(
         grammar_compiler, "compile_constraint", lambda compiler, kind, text, **more: text.upper()
     )
+    library = ModuleType("xgrammar")
+    library.GrammarCompiler = lambda info, **more: object()  # type: ignore[attr-defined]
+    library.CompiledGrammar = SimpleNamespace(  # type: ignore[attr-defined]
+        deserialize_json=lambda text, info: text.removeprefix("written ")
+    )
+    monkeypatch.setitem(sys.modules, "xgrammar", library)
     made = GrammarCompiler({}, timeout_s=0.5)
     made._compiler = object()
-    return made
+    yield made
+    made.close()
+    assert all(one.is_dead for one in FakeProcess.started)
 
 
 def results(compiler: GrammarCompiler, num: int) -> list[Compiled]:
@@ -358,56 +409,130 @@ def results(compiler: GrammarCompiler, num: int) -> list[Compiled]:
     raise AssertionError(f"only {len(found)} of {num} results")
 
 
-def test_each_outcome_and_how_many_processes_it_costs(compiler: GrammarCompiler) -> None:
-    expected = [
-        ("good", GrammarOutcome.COMPILED, "", 1),
-        ("bad", GrammarOutcome.INVALID, "no good", 1),
-        ("slow", GrammarOutcome.TIMED_OUT, "longer than 0.5 s", 1),
-        ("good", GrammarOutcome.COMPILED, "", 2),
-        ("crash", GrammarOutcome.CRASHED, "crashed on it twice", 3),
-        ("good", GrammarOutcome.COMPILED, "", 4),
-    ]
-    for text, outcome, error, num_started in expected:
+def until(is_true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def test_results_are_what_the_process_says_with_the_grammar_made_here(
+    compiler: GrammarCompiler,
+) -> None:
+    for text in ("good", "bad"):
         compiler.submit(key_of(text))
-        (result,) = results(compiler, 1)
-        assert result.key == key_of(text)
-        assert result.outcome is outcome
-        assert error in result.error
-        assert result.grammar == ("GOOD" if text == "good" else None)
-        assert len(FakeProcess.started) == num_started
-    assert [one.is_dead for one in FakeProcess.started] == [True, True, True, False]
-    compiler.close()
-    assert FakeProcess.started[-1].is_dead
+    good, bad = results(compiler, 2)
+    assert (good.key, good.outcome, good.grammar) == (
+        key_of("good"),
+        GrammarOutcome.COMPILED,
+        "GOOD",
+    )
+    assert good.duration_ns > 5
+    assert (bad.outcome, bad.error, bad.grammar) == (GrammarOutcome.INVALID, "no good", None)
+    (process,) = FakeProcess.started
+    assert process.kwargs == {"timeout_s": 0.5, "is_background": False}
 
 
-def test_a_process_killed_for_anothers_sake_is_started_again(compiler: GrammarCompiler) -> None:
-    compiler.submit(key_of("crash once"))
-    (result,) = results(compiler, 1)
-    assert result.outcome is GrammarOutcome.COMPILED
-    assert len(FakeProcess.started) == 2
-    compiler.close()
-
-
-def test_what_nobody_wants_is_not_compiled(
+def test_what_takes_long_to_take_over_is_in_nobodys_way(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate: queue.SimpleQueue[None] = queue.SimpleQueue()
-    asked: list[str] = []
+    gate = threading.Event()
 
-    def ask(self: FakeProcess, key: GrammarKey, timeout_s: float) -> Verdict:
-        asked.append(key[1])
-        gate.get(timeout=5)
-        return Verdict()
+    def compile_slowly(compiler: Any, kind: str, text: str, **more: Any) -> str:
+        assert text != "slow" or gate.wait(10)
+        return text.upper()
 
-    monkeypatch.setattr(FakeProcess, "ask", ask)
-    for text in ("first", "unwanted", "last"):
+    monkeypatch.setattr(grammar_compiler, "compile_constraint", compile_slowly)
+    for kind in ("regex", "grammar"):
+        compiler.submit((kind, "slow", False))
+    compiler.submit(key_of("good"))
+    until(lambda: bool(FakeProcess.started) and len(FakeProcess.started[0].wishes) == 3)
+    process = FakeProcess.started[0]
+    assert [one.grammar for one in results(compiler, 1)] == ["GOOD"]
+    process.answer(1, compile_ns=QUICK_NS + 1)
+    process.answer(2, compile_ns=QUICK_NS + 1, grammar="written slow")
+    compiler.submit(key_of("quick"))
+    assert [one.grammar for one in results(compiler, 1)] == ["QUICK"]
+    gate.set()
+    assert [one.grammar for one in results(compiler, 2)] == ["SLOW", "slow"]
+
+
+def test_a_process_that_dies_is_started_again_and_once(compiler: GrammarCompiler) -> None:
+    compiler.submit(key_of("die once"))
+    compiler.submit(key_of("good"))
+    assert {one.outcome for one in results(compiler, 2)} == {GrammarOutcome.COMPILED}
+    assert len(FakeProcess.started) == 2
+    compiler.submit(key_of("die"))
+    (result,) = results(compiler, 1)
+    assert result.outcome is GrammarOutcome.UNAVAILABLE, "a child tries it out: it is not to blame"
+    assert "their process died" in result.error
+    assert len(FakeProcess.started) == 3
+    compiler.submit(key_of("good"))
+    assert results(compiler, 1)[0].outcome is GrammarOutcome.COMPILED
+
+
+def test_a_process_that_says_nothing_is_given_up(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler._silence_s = 0.05
+    compiler.submit(key_of("slow"))
+    (result,) = results(compiler, 1)
+    assert result.outcome is GrammarOutcome.UNAVAILABLE
+    assert len(FakeProcess.started) == 2, "one that merely hung may do better the second time"
+    monkeypatch.setattr(FakeProcess, "vocabulary", None)
+    monkeypatch.setattr(grammar_compiler, "_START_TIMEOUT_S", 0.05)
+    compiler.submit(key_of("good"))
+    assert "did not start" in results(compiler, 1)[0].error
+    assert len(FakeProcess.started) == 3
+
+
+def test_what_is_withdrawn_is_told_to_the_process_and_compiled_when_it_is_wanted_again(
+    compiler: GrammarCompiler,
+) -> None:
+    compiler.submit(key_of("slow"))
+    until(lambda: bool(FakeProcess.started and FakeProcess.started[0].wishes))
+    process = FakeProcess.started[0]
+    compiler.withdraw(key_of("slow"))
+    compiler.withdraw(key_of("never wanted"))
+    compiler.submit(key_of("slow"))
+    until(lambda: len(process.wishes) == 3)
+    assert process.wishes == [(1, "slow"), (1, None), (2, "slow")]
+    process.answer(1)  # it was on its way when it was withdrawn
+    process.answer(2)
+    assert [one.outcome for one in results(compiler, 1)] == [GrammarOutcome.COMPILED]
+    compiler.submit(key_of("last"))
+    assert [one.key for one in results(compiler, 1)] == [key_of("last")]
+    assert not compiler._wanted
+    assert not compiler._numbers
+    assert len(FakeProcess.started) == 1
+
+
+def test_what_is_withdrawn_before_the_process_is_up_is_never_asked(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeProcess, "vocabulary", None)
+    for text in ("unwanted", "wanted"):
         compiler.submit(key_of(text))
     compiler.withdraw(key_of("unwanted"))
-    for _ in range(2):
-        gate.put(None)
-    assert [one.key[1] for one in results(compiler, 2)] == ["first", "last"]
-    assert asked == ["first", "last"]
-    compiler.close()
+    until(lambda: compiler._last_number == 2 and len(compiler._wanted) == 1)
+    (process,) = FakeProcess.started
+    process.said.append(Vocabulary(info="{}"))
+    os.eventfd_write(process.wake, 1)
+    assert [one.key[1] for one in results(compiler, 1)] == ["wanted"]
+    assert process.wishes == [(2, "wanted")]
+
+
+def test_warming_up_starts_a_process_in_the_background_that_the_first_constraint_finds(
+    compiler: GrammarCompiler,
+) -> None:
+    compiler.warm_up()
+    until(lambda: bool(FakeProcess.started))
+    until(lambda: compiler._is_ready)
+    compiler.warm_up()
+    compiler.submit(key_of("good"))
+    assert results(compiler, 1)[0].outcome is GrammarOutcome.COMPILED
+    (process,) = FakeProcess.started
+    assert process.kwargs["is_background"] is True
 
 
 def test_an_unusable_tokenizer_is_the_engines_fault(
@@ -418,40 +543,22 @@ def test_an_unusable_tokenizer_is_the_engines_fault(
     (result,) = results(compiler, 1)
     assert result.outcome is GrammarOutcome.UNAVAILABLE
     assert "structured outputs are not available: TokenizerError: none" in result.error
-    compiler.close()
 
 
-def test_what_is_withdrawn_too_late_is_not_remembered(
+def test_a_failure_of_the_thread_leaves_nobody_waiting(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate: queue.SimpleQueue[None] = queue.SimpleQueue()
-    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    def fail(kwargs: dict[str, Any], *, wake: int) -> FakeProcess:
+        raise OSError("no memory")
 
-    def ask(self: FakeProcess, key: GrammarKey, timeout_s: float) -> Verdict:
-        asked.put(key[1])
-        gate.get(timeout=5)
-        return Verdict()
-
-    monkeypatch.setattr(FakeProcess, "ask", ask)
-    compiler.submit(key_of("begun"))
-    assert asked.get(timeout=5) == "begun"
-    compiler.withdraw(key_of("begun"))
-    gate.put(None)
-    assert len(results(compiler, 1)) == 1
-    compiler.withdraw(key_of("done"))
-    assert not compiler._not_begun
-    # One that is wanted again while its first asking still waits is compiled, and once.
-    for text in ("before", "again"):
-        compiler.submit(key_of(text))
-    compiler.withdraw(key_of("again"))
-    compiler.submit(key_of("again"))
-    compiler.submit(key_of("last"))
-    for _ in range(3):
-        gate.put(None)
-    assert [one.key[1] for one in results(compiler, 3)] == ["before", "again", "last"]
-    assert [asked.get_nowait() for _ in range(asked.qsize())] == ["before", "again", "last"]
-    assert not compiler._not_begun
-    compiler.close()
+    monkeypatch.setattr(grammar_compiler, "VettingProcess", fail)
+    compiler.submit(key_of("good"))
+    (result,) = results(compiler, 1)
+    assert result.outcome is GrammarOutcome.UNAVAILABLE
+    assert "not available: OSError('no memory')" in result.error
+    monkeypatch.setattr(grammar_compiler, "VettingProcess", FakeProcess)
+    compiler.submit(key_of("good"))
+    assert results(compiler, 1)[0].outcome is GrammarOutcome.COMPILED
 
 
 def test_counts_are_made_anew_only_when_one_has_changed() -> None:

@@ -1,5 +1,6 @@
 """Structured outputs between scheduler and executor: who waits, and which mask meets which step."""
 
+import dataclasses
 import math
 import random
 from collections.abc import Iterator
@@ -16,10 +17,21 @@ from engine.core.grammar_compiler import Compiled, GrammarCompiler, GrammarKey
 from engine.core.request import Request, RequestStatus
 from engine.core.request_queue import RequestQueue, make_request_queue
 from engine.core.structured_output import StructuredOutputManager
+from engine.frontend.observer import EngineObserver
+from engine.frontend.output_processor import ProcessedOutputs
 from engine.types.messages import EngineCoreOutputs, EngineCoreRequest, ErrorKind
 from engine.types.plan import GrammarOutput, ModelRunnerOutput
 from engine.types.sampling import SamplingParams
-from instrumentation import AdmissionStop, GrammarOutcome, Phase, StepRecord, WaitingReason
+from instrumentation import (
+    AdmissionStop,
+    ConsoleStatus,
+    Counter,
+    GrammarOutcome,
+    Metrics,
+    Phase,
+    StepRecord,
+    WaitingReason,
+)
 from instrumentation.testing import Recorder
 from tests.fakes import (
     EOS,
@@ -78,10 +90,14 @@ class SlowCompiler(GrammarCompiler):
         self.delay = delay
         self.pending: dict[GrammarKey, int] = {}
         self.num_waits = 0
+        self.is_warm = False
         self.shortest_wait_s = math.inf
 
     def submit(self, key: GrammarKey) -> None:
         self.pending[key] = self.delay
+
+    def warm_up(self) -> None:
+        self.is_warm = True
 
     def withdraw(self, key: GrammarKey) -> None:
         self.pending.pop(key, None)
@@ -288,6 +304,8 @@ def test_a_request_without_its_grammar_lets_others_pass_and_then_takes_its_turn(
     by_reason = [record.waiting_by_reason[WaitingReason.GRAMMAR] for record in recorder.steps]
     assert by_reason[0] == 1
     assert by_reason[-1] == 0
+    assert recorder.steps[0].deferred == (0,)
+    assert recorder.steps[-1].deferred == ()
     assert recorder.steps[0].num_waiting_deferred_tokens == 3
     assert recorder.steps[0].admission_stop is AdmissionStop.MAX_NUM_SEQS
     assert Phase.GRAMMAR_BITMASK in recorder.phases_seen
@@ -324,6 +342,40 @@ def test_a_constraint_that_cannot_be_compiled_ends_its_own_request(model: Path) 
         assert last.times is not None
         assert last.times.queued_ns > 0
     assert sum(len(output.new_token_ids) for output in outputs) == 6
+
+
+def test_grammars_are_got_ready_for_where_there_can_be_any(model: Path) -> None:
+    core, compiler = structured_core(model)
+    for without_tokenizer in (True, False):
+        own = dataclasses.replace(core.config.model, skip_tokenizer_init=without_tokenizer)
+        core.config = dataclasses.replace(core.config, model=own)
+        told = core.call_utility("warm_up_structured_outputs", [])
+        assert told is compiler.is_warm is not without_tokenizer
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_what_becomes_of_a_grammar_is_told_without_a_step(model: Path, is_aborted: bool) -> None:
+    core, _ = structured_core(model, delay=0)
+    core.listeners.add(1)
+    params = sampling_params(structured_outputs={"regex": "bad"})
+    core.add_request(core.prepare_request(message("r", [1, 2], params=params)))
+    if is_aborted:
+        assert core.abort_requests(["r"])
+        packages = core.idle_outputs()
+    else:
+        packages = core.step()
+        assert [output.request_id for output in packages[0].outputs] == ["r"]
+    assert not core.has_work()
+    outcome = GrammarOutcome.WITHDRAWN if is_aborted else GrammarOutcome.INVALID
+    for client, counts_steps in ((0, True), (1, True), (1, False)):
+        metrics = Metrics()
+        observer = EngineObserver(metrics, ConsoleStatus(), counts_steps=counts_steps)
+        observer.observe(packages[client], ProcessedOutputs())
+        name = "isinglass_structured_output_compiles_total"
+        series = {one.labels["outcome"]: one for one in metrics.snapshot() if one.name == name}
+        metric = series[outcome.label]
+        assert isinstance(metric, Counter)
+        assert metric.value == counts_steps, "of several frontends, one speaks for all"
 
 
 def test_a_token_against_the_grammar_ends_the_request_and_is_not_delivered(model: Path) -> None:
