@@ -20,9 +20,12 @@ from engine.types.sampling import SamplingParams
 from engine.types.sampling_checks import encodable, is_plain_integers, short
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a dictionary with `prompt` or `prompt_token_ids` and maybe `cache_salt`."""
+"""Text, token ids, or a dictionary with `prompt` or `prompt_token_ids`, maybe `cache_salt`, and for
+a text that has its special tokens already `add_special_tokens` (False)."""
 
-_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens"})
+_CHARACTERS_PER_TOKEN = 8
+"""Texts with more of them for each token of the context are looked at before they are tokenized."""
 _MASK = (1 << 64) - 1
 
 
@@ -71,17 +74,17 @@ class InputProcessor:
             PromptError: it is empty, too long, of a wrong type, or holds an invalid token id.
         """
         text, ids, salt = self._unpack(prompt)
+        most = params.truncate_prompt_tokens
         if ids is None:
             assert text is not None
-            if self.tokenizer is None:
-                raise PromptError(
-                    "the prompt is text, but the engine has no tokenizer "
-                    "(skip_tokenizer_init=True); give token ids."
-                )
-            ids = self.tokenizer.encode(text)
-        if params.truncate_prompt_tokens is not None:
-            ids = ids[-params.truncate_prompt_tokens :]
-        self._check_length(ids)
+            adds = not isinstance(prompt, Mapping) or prompt.get("add_special_tokens", True)
+            ids = self._encode(text, most, add_special_tokens=bool(adds))
+        elif most is not None:
+            ids = ids[-most:]
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token.")
+        if len(ids) >= self.max_model_len:
+            raise self._too_long(str(len(ids)), most)
         return ProcessedPrompt(text, ids, salt)
 
     def process_params(self, params: SamplingParams) -> SamplingParams:
@@ -183,6 +186,23 @@ class InputProcessor:
             traceparent=traceparent,
         )
 
+    def _encode(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
+        """A text's ids, the last `most` of them; one that is far too long is not tokenized."""
+        tokenizer, limit = self.tokenizer, self.max_model_len
+        if tokenizer is None:
+            raise PromptError(
+                "the prompt is text, but the engine has no tokenizer "
+                "(skip_tokenizer_init=True); give token ids."
+            )
+        if most is not None and most < limit:
+            return tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
+        if len(text) > _CHARACTERS_PER_TOKEN * limit:
+            num_tokens = tokenizer.num_tokens_at_least(text, enough=limit)
+            if num_tokens >= limit:
+                raise self._too_long(f"at least {num_tokens}", most)
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids if most is None else ids[-most:]
+
     def _unpack(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
         """Text or ids (one of them None) and the cache salt."""
         if isinstance(prompt, Mapping):
@@ -190,7 +210,7 @@ class InputProcessor:
             if unknown or not {"prompt", "prompt_token_ids"} & set(prompt):
                 raise PromptError(
                     "a prompt dictionary needs prompt or prompt_token_ids, and may have "
-                    f"cache_salt; got {sorted(map(str, prompt))}"
+                    f"cache_salt and add_special_tokens; got {sorted(map(str, prompt))}"
                 )
             salt = prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
@@ -199,6 +219,9 @@ class InputProcessor:
                 )
             if salt is not None and not encodable(salt):
                 raise PromptError(f"cache_salt must have no lone surrogates, got {short(salt)}")
+            adds = prompt.get("add_special_tokens", True)
+            if not isinstance(adds, bool):
+                raise PromptError(f"add_special_tokens must be True or False, got {short(adds)}")
             text = prompt.get("prompt")
             ids = prompt.get("prompt_token_ids")
             if text is not None and not isinstance(text, str):
@@ -214,12 +237,13 @@ class InputProcessor:
 
     def _check_ids(self, ids: Any) -> list[int]:
         if isinstance(ids, bytes | bytearray) or not isinstance(ids, Sequence):
-            if not hasattr(ids, "tolist"):
+            to_list = getattr(ids, "tolist", None)
+            if to_list is None:
                 raise PromptError(
                     "a prompt must be a string, a list of token ids, or a dictionary with "
                     f"prompt or prompt_token_ids; got {type(ids).__name__}"
                 )
-            ids = ids.tolist()
+            ids = to_list()
             if not isinstance(ids, list):
                 raise PromptError(f"a prompt must be a list of token ids, got the scalar {ids!r}")
         vocab_size = self._model.vocab_size
@@ -234,18 +258,19 @@ class InputProcessor:
                 )
         return [int(token_id) for token_id in ids]
 
-    def _check_length(self, ids: list[int]) -> None:
-        if not ids:
-            raise PromptError("the prompt is empty; give at least one token.")
-        if len(ids) >= self.max_model_len:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens, and the context of {self.max_model_len} must "
-                "also hold at least one output token. Shorten the prompt, set "
-                "truncate_prompt_tokens, or raise max_model_len if the model allows it."
-            )
+    def _too_long(self, num_tokens: str, most: int | None) -> PromptError:
+        begins = f"the prompt has {num_tokens} tokens"
+        remedy = "Shorten the prompt, or keep only its end with truncate_prompt_tokens."
+        if most is not None:
+            begins = f"truncate_prompt_tokens={most} keeps too many tokens of the prompt"
+            remedy = f"Keep at most {self.max_model_len - 1} of them."
+        return PromptError(
+            f"{begins}: the context of {self.max_model_len} tokens (max_model_len) must also hold "
+            f"at least one output token. {remedy}"
+        )
 
 
-def _validate_with(processor: type, params: SamplingParams) -> None:
+def _validate_with(processor: Any, params: SamplingParams) -> None:
     """Let a custom logits processor judge the parameters."""
     try:
         processor.validate_params(params)

@@ -5,7 +5,7 @@ streaming, nor where the files are (`engine.frontend.tokenizer_files`).
 """
 
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,9 @@ import tokenizers
 from engine.checkpoint.locate import ModelSource
 from engine.errors import PromptError
 from engine.frontend.chat_template import render_chat
+from engine.frontend.text_ends import TextEnds
 from engine.frontend.token_bytes import TokenBytes, new_utf8_decoder, piece_decoder
+from engine.frontend.token_counts import TokenCounts
 from engine.frontend.tokenizer_files import find_tokenizer, read_tokenizer
 from engine.types.sampling_checks import short
 
@@ -117,6 +119,44 @@ class Tokenizer:
         )
         return [encoding.ids for encoding in encodings]
 
+    def num_tokens_at_least(self, text: str, enough: int) -> int:
+        """Tokens that a text has at least, found in less time than it takes to tokenize it.
+
+        Args:
+            enough: the number that is to be reached; what is behind it is hardly looked at.
+
+        Returns:
+            A number that `encode` never falls short of; 0 if nothing is known of this tokenizer.
+
+        Raises:
+            PromptError: not a string, or one with lone surrogates.
+        """
+        _check_text(text)
+        return 0 if self._counts is None else self._counts.at_least(text, enough)
+
+    def encode_end(
+        self, text: str, num_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The last `num_tokens` of what `encode` gives; without tokenizing all, where possible.
+
+        Raises:
+            PromptError: not a string, or one with lone surrogates.
+        """
+        if self._ends is None or len(text) <= _LONG_TEXT:
+            ids = self.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            _check_text(text)
+            ids = self._ends.last_ids(text, num_tokens, add_special_tokens=add_special_tokens)
+        return ids[-num_tokens:]
+
+    @cached_property
+    def _counts(self) -> TokenCounts | None:
+        return TokenCounts.of(self.backend)
+
+    @cached_property
+    def _ends(self) -> TextEnds | None:
+        return TextEnds.of(self.backend)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD.
 
@@ -161,7 +201,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from engine.config import EngineConfig
 from engine.errors import PromptError, SamplingParamsError
@@ -84,6 +84,7 @@ def test_prompts_of_every_kind(prompt: Any, expected: ProcessedPrompt) -> None:
         ({"prompt_token_ids": "cat"}, "position 0"),
         ({"prompt": "cat", "cache_salt": ""}, "cache_salt"),
         ({"prompt": "cat", "cache_salt": 5}, "cache_salt"),
+        ({"prompt": "cat", "add_special_tokens": 0}, "add_special_tokens must be True or False"),
         ("\ud800", "surrogate|UTF-8|unicode"),
     ],
 )
@@ -208,3 +209,32 @@ def test_a_prompt_is_not_the_callers_own_list() -> None:
     ids = make_processor().process_prompt(given, PARAMS).token_ids
     given.append(99)
     assert ids == [1, 2, 3]
+
+
+def test_special_tokens_are_left_out_where_a_text_has_them() -> None:
+    processor = make_processor()
+    assert processor.tokenizer is not None
+    processor.tokenizer.backend.post_processor = processors.TemplateProcessing(
+        single="[UNK] $A", special_tokens=[("[UNK]", 0)]
+    )
+    for prompt, ids in (
+        ("the cat", [0, 1, 2]),
+        ({"prompt": "the cat"}, [0, 1, 2]),
+        ({"prompt": "the cat", "add_special_tokens": True}, [0, 1, 2]),
+        ({"prompt": "the cat", "add_special_tokens": False}, [1, 2]),
+    ):
+        assert processor.process_prompt(prompt, PARAMS).token_ids == ids
+        cut = SamplingParams(truncate_prompt_tokens=3)
+        assert processor.process_prompt(prompt, cut).token_ids == ids[-3:]
+
+
+def test_a_truncation_that_keeps_too_much_says_so() -> None:
+    processor = make_processor()
+    for most in (8, 9, 100):
+        params = SamplingParams(truncate_prompt_tokens=most)
+        assert processor.process_prompt("the cat", params).token_ids == [1, 2]
+        for prompt in ("the cat " * 5, [1] * 10):
+            with pytest.raises(PromptError, match=f"truncate_prompt_tokens={most} keeps too many"):
+                processor.process_prompt(prompt, params)
+    kept = SamplingParams(truncate_prompt_tokens=7)
+    assert processor.process_prompt("the cat " * 5, kept).token_ids == [2, *[1, 2] * 3]
