@@ -9,6 +9,7 @@ KV blocks, a reduced context length) is never written back here: it comes back a
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -139,7 +140,8 @@ class SchedulerConfig:
     async_scheduling: bool = option(True, "Schedule the next step while this one runs.")
     structured_outputs_timeout_s: float = option(
         10.0,
-        "Seconds that compiling one structured output's schema, expression or grammar may take.",
+        "Seconds of processor time that compiling one structured output's schema, expression or "
+        "grammar may take; by the clock, four times as many.",
         minimum=0.001,
     )
     structured_outputs_cache_bytes: int = option(
@@ -172,7 +174,7 @@ class ProcessConfig:
     engine_ready_timeout_s: float = option(
         600.0, "Seconds to wait for the engine core's process to become ready.", minimum=0.001
     )
-    shutdown_timeout_s: float = option(
+    engine_shutdown_timeout_s: float = option(
         5.0, "Seconds that the engine core's process gets to stop by itself.", minimum=0.0
     )
     log_level: str = option("info", "Least severe log line that is written.", choices=LOG_LEVELS)
@@ -190,7 +192,7 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
-        """Sort flat settings into their groups and validate each.
+        """Sort flat settings into their groups and validate each; a path object is its text.
 
         Raises:
             ConfigError: an unknown name (with the nearest known one), a wrong type, a value out
@@ -202,6 +204,8 @@ class EngineConfig:
                 near = difflib.get_close_matches(name, _GROUP_OF, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"unknown engine argument {name!r}.{hint}")
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
             if name == "logits_processors" and isinstance(value, list):
                 value = tuple(value)
             if name == "custom_histogram_buckets" and isinstance(value, Mapping) and value:

@@ -13,6 +13,7 @@
     │   └── QueueFullError                more would wait for the engine than may
     ├── LogitsProcessorError              a logits processor that the user brought has failed
     ├── ProfilerError                     a profile cannot be started or stopped as things are
+    ├── EventLoopError (RuntimeError)     awaited on another event loop, or by two tasks at once
     ├── EngineStartError                  the core did not come up: time-out, version, exception
     └── EngineDeadError                   the core has died; every pending and later call gets this
 
@@ -81,6 +82,11 @@ class LogitsProcessorError(IsinglassError):
 class ProfilerError(IsinglassError):
     """A torch profile cannot be started or stopped: one is running already, or none, or its folder
     cannot be written to."""
+
+
+class EventLoopError(IsinglassError, RuntimeError):
+    """An `AsyncLLM`, or one of its streams, is awaited where that would never end: on another event
+    loop than the one that it was started on, or by a second task at the same time."""
 
 
 class EngineStartError(IsinglassError):

@@ -7,24 +7,20 @@ requests are served.
 import asyncio
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine.api.engine_host import EngineHost
 from engine.api.engine_views import EngineViews
 from engine.errors import IsinglassError
-from engine.frontend.llm_engine import LLMEngine
 from engine.frontend.observer import EngineObserver
 from engine.transport.async_mp_client import AsyncMPClient
 from instrumentation import Metric, ProfileStatus, RequestReport
-
-if TYPE_CHECKING:
-    from instrumentation.prometheus import MetricsServer
 
 
 class AsyncViews:
     """The part of `AsyncLLM` that looks. Whoever inherits it calls `_begin_views` at the start."""
 
     _engine_views: EngineViews | None = None
-    _client: AsyncMPClient
 
     @property
     def run_dir(self) -> str | None:
@@ -64,6 +60,14 @@ class AsyncViews:
         """
         return await self._client.call_utility_async("reset_prefix_cache")
 
+    async def warm_up_structured_outputs(self) -> None:
+        """Get ready for the first structured output, in the background.
+
+        Raises:
+            EngineDeadError: the core has died.
+        """
+        await self._client.call_utility_async("warm_up_structured_outputs")
+
     async def start_trace(self, trace_dir: str | os.PathLike[str] | None = None) -> str:
         """See `LLM.start_trace`."""
         return await asyncio.to_thread(self._views.start_trace, trace_dir)
@@ -71,6 +75,23 @@ class AsyncViews:
     async def stop_trace(self) -> str | None:
         """See `LLM.stop_trace`."""
         return await asyncio.to_thread(self._views.stop_trace)
+
+    async def join_recording(self, run_dir: str) -> bool:
+        """Record this process's part of what another frontend over the same core has begun to
+        record; False if nothing can be recorded here, or something is already.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        views = self._views
+        is_recording = await asyncio.to_thread(views.llm_engine.obs.start_recording, run_dir)
+        if is_recording:
+            views.run_dir = run_dir
+        return is_recording
+
+    async def leave_recording(self) -> bool:
+        """End this process's part alone; False if nothing was being recorded."""
+        return await asyncio.to_thread(self._views.llm_engine.obs.stop_recording)
 
     async def start_profile(self, **options: Any) -> list[ProfileStatus]:
         """See `LLM.start_profile`."""
@@ -94,22 +115,15 @@ class AsyncViews:
             raise IsinglassError("the engine has not started yet: await start() first.")
         return self._engine_views
 
-    def _begin_views(
-        self,
-        engine: LLMEngine,
-        *,
-        run_dir: str | None,
-        observer: EngineObserver | None,
-        metrics_server: "MetricsServer | None",
-    ) -> None:
+    @property
+    def _client(self) -> AsyncMPClient:
+        client = self._views.llm_engine.engine_core
+        assert isinstance(client, AsyncMPClient)
+        return client
+
+    def _begin_views(self, host: EngineHost) -> None:
         views = EngineViews()
-        views.begin(
-            engine,
-            run_dir=run_dir,
-            observer=observer,
-            metrics_server=metrics_server,
-            between_steps=_AtOnce(),
-        )
+        views.begin(host, between_steps=_AtOnce())
         self._engine_views = views
 
 

@@ -4,7 +4,7 @@ Knows what may be handed to a chat template, and by which argument.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from engine.errors import PromptError
 from engine.frontend.input_processor import Prompt
@@ -35,9 +35,9 @@ def chat_prompt(tokenizer: Tokenizer, messages: Messages, /, **options: Any) -> 
         PromptError: the messages do not fit the template, or there is none.
     """
     text = tokenizer.apply_chat_template(messages, **options)
+    assert isinstance(text, str)  # nobody asked for token ids
     # The template has written the special tokens already.
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return {"prompt": text, "prompt_token_ids": ids}
+    return {"prompt": text, "add_special_tokens": False}
 
 
 def template_variables(variables: Any) -> dict[str, Any]:
@@ -60,12 +60,14 @@ def template_variables(variables: Any) -> dict[str, Any]:
     return dict(variables)
 
 
-def is_conversation(messages: Messages | Sequence[Messages]) -> bool:
-    """Whether it is one conversation, rather than a list of them.
+def conversations_of(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """One conversation, or several, as a list of them.
 
     Raises:
         PromptError: neither.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise PromptError("messages must be a list of {'role': …, 'content': …} with entries")
-    return isinstance(messages[0], Mapping)
+    if isinstance(messages[0], Mapping):
+        return [cast(Messages, messages)]
+    return list(cast(Sequence[Messages], messages))

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from engine import __version__
 from engine.api import cli_generate, cli_hooks
@@ -38,7 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"isinglass {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True
+    )
     cli_generate.add_command(commands)
     from engine.bench import cli as cli_bench
     from engine.server import cli as cli_serve

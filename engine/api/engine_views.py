@@ -7,8 +7,9 @@ recorded.
 import contextlib
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from engine.api.engine_host import EngineHost
 from engine.api.run_dir import make_run_dir
 from engine.config import EngineConfig
 from engine.errors import ConfigError, IsinglassError
@@ -16,9 +17,6 @@ from engine.frontend.llm_engine import LLMEngine
 from engine.frontend.observer import EngineObserver
 from instrumentation import Metric, ProfileStatus, RequestReport, report_request
 from instrumentation.audit import AuditLine, audit
-
-if TYPE_CHECKING:
-    from instrumentation.prometheus import MetricsServer
 
 
 class Caller(Protocol):
@@ -29,7 +27,7 @@ class Caller(Protocol):
 
 
 class EngineViews:
-    """The part of `LLM` that looks. Its attributes are set by whoever inherits it, or by `begin`.
+    """The part of `LLM` that looks, from `begin` on.
 
     Attributes:
         llm_engine: the engine.
@@ -38,22 +36,15 @@ class EngineViews:
 
     llm_engine: LLMEngine
     run_dir: str | None
+    _host: EngineHost
     _observer: EngineObserver | None
-    _metrics_server: "MetricsServer | None"
     _between_steps: Caller
 
-    def begin(
-        self,
-        engine: LLMEngine,
-        *,
-        run_dir: str | None,
-        observer: EngineObserver | None,
-        metrics_server: "MetricsServer | None",
-        between_steps: Caller,
-    ) -> None:
-        """Look at this engine from now on; `between_steps` makes the calls."""
-        self.llm_engine, self.run_dir, self._observer = engine, run_dir, observer
-        self._metrics_server, self._between_steps = metrics_server, between_steps
+    def begin(self, host: EngineHost, *, between_steps: Caller) -> None:
+        """Look at a started engine from now on; `between_steps` makes the calls."""
+        self._host, self._between_steps = host, between_steps
+        self.llm_engine, self.run_dir = host.llm_engine, host.run_dir
+        self._observer = host.observer
 
     @property
     def observer(self) -> EngineObserver | None:
@@ -83,7 +74,8 @@ class EngineViews:
     @property
     def metrics_url(self) -> str | None:
         """Where Prometheus finds the metrics, None without `metrics_port`."""
-        return None if self._metrics_server is None else self._metrics_server.url
+        server = self._host.metrics_server
+        return None if server is None else server.url
 
     def observability_audit(self) -> list[AuditLine]:
         """Each option of observability: on, off, or asked for without effect, and why."""

@@ -9,14 +9,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.api.between_steps import BetweenSteps
-from engine.api.chat import Messages, chat_prompt, is_conversation, template_variables
+from engine.api.chat import Messages, chat_prompt, conversations_of, template_variables
+from engine.api.engine_host import EngineHost
 from engine.api.engine_views import EngineViews
-from engine.api.metrics_endpoint import serve_metrics
 from engine.api.progress import ProgressBar
-from engine.api.run_dir import make_run_dir
 from engine.config import EngineConfig
 from engine.errors import (
     EngineDeadError,
@@ -24,24 +23,11 @@ from engine.errors import (
     RequestError,
 )
 from engine.frontend.input_processor import ProcessedPrompt, Prompt
-from engine.frontend.llm_engine import LLMEngine
-from engine.frontend.observer import make_observer, tracer_opener
 from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION
 from engine.frontend.tokenizer import Tokenizer, checked_ids
-from engine.log import get_logger
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import RequestOutputKind, SamplingParams
 from engine.types.sampling_checks import short
-from instrumentation import (
-    Role,
-)
-from instrumentation.audit import audit, without_effect
-from instrumentation.setup import setup
-
-if TYPE_CHECKING:
-    from instrumentation.prometheus import MetricsServer
-
-logger = get_logger(__name__)
 
 
 class _Item(NamedTuple):
@@ -76,33 +62,11 @@ class LLM(EngineViews):
     _between_steps: BetweenSteps
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
-        config = EngineConfig.from_kwargs(
-            model=None if model is None else os.fspath(model),
-            **{k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in kwargs.items()},
-        )
-        wanted = config.observability
-        self.run_dir = None if wanted.trace_dir is None else make_run_dir(wanted.trace_dir)
-        obs = setup(wanted, role=Role.CALLER, run_dir=self.run_dir)
-        self._observer = make_observer(wanted, obs, model_name=config.model.model)
-        self._metrics_server: MetricsServer | None = None
         self._lock = threading.RLock()
-        self._between_steps = BetweenSteps(self._lock)
         self._next_id = 0
-        try:
-            self._metrics_server = serve_metrics(wanted, self._observer)
-            self.llm_engine = LLMEngine(
-                config,
-                obs=obs,
-                run_dir=self.run_dir,
-                observer=self._observer,
-                open_tracer=tracer_opener(wanted, self._observer),
-            )
-        except BaseException:
-            self._close_metrics()
-            obs.close()
-            raise
-        for line in without_effect(audit(wanted)):
-            logger.warning("%s is without effect: %s", line.option, line.detail)
+        self._host = EngineHost(EngineConfig.from_kwargs(model=model, **kwargs))
+        self._host.start()
+        self.begin(self._host, between_steps=BetweenSteps(self._lock))
 
     # -- generating ------------------------------------------------------------------------------
 
@@ -153,7 +117,7 @@ class LLM(EngineViews):
                 chat_template_kwargs names what is an argument of this method.
         """
         variables = template_variables(chat_template_kwargs)
-        conversations = [messages] if is_conversation(messages) else list(messages)
+        conversations = conversations_of(messages)
         tokenizer = self.get_tokenizer()
         # Metrics are counted by one thread at a time.
         with (
@@ -223,15 +187,7 @@ class LLM(EngineViews):
 
     def shutdown(self) -> None:
         """Stop the engine core and leave nothing behind; harmless when called twice."""
-        try:
-            self.llm_engine.shutdown()
-        finally:
-            self._close_metrics()
-
-    def _close_metrics(self) -> None:
-        server, self._metrics_server = self._metrics_server, None
-        if server is not None:
-            server.close()
+        self._host.shutdown()
 
     def __enter__(self) -> "LLM":
         return self
@@ -245,8 +201,7 @@ class LLM(EngineViews):
         self.shutdown()
 
     def __del__(self) -> None:
-        # Missing when the constructor failed.
-        if hasattr(self, "llm_engine"):
+        if hasattr(self, "_host"):  # missing when a setting was wrong
             self.shutdown()
 
     # -- inside ------------------------------------------------------------------------------------
@@ -276,7 +231,7 @@ class LLM(EngineViews):
     ) -> list[_Item]:
         """Check everything before anything is sent."""
         if priority is not None:
-            self.llm_engine.require_priority_scheduling()
+            self.llm_engine.intake.require_priority_scheduling()
         if params is None:
             params = self.get_default_sampling_params()
         each = (
@@ -316,7 +271,7 @@ class LLM(EngineViews):
                 for item in items:
                     request_ids.append(str(self._next_id))
                     self._next_id += 1
-                    engine.add_processed(
+                    engine.intake.add_processed(
                         request_ids[-1],
                         item.prompt,
                         item.params,

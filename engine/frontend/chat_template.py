@@ -238,7 +238,7 @@ def _cut_at(text: str, marker: str, final_text: str) -> str:
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}` marks an assistant's text for training; here it only shows its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]  # Jinja has it unmarked
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

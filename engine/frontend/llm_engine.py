@@ -5,44 +5,27 @@ while engine.has_unfinished_requests():
     for output in engine.step(): ...
 """
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.checkpoint.architecture import read_model_config
-from engine.checkpoint.locate import ModelSource, resolve_model
 from engine.config import EngineConfig
-from engine.errors import (
-    ConfigError,
-    EngineDeadError,
-    IsinglassError,
-    PromptError,
-    TokenizerError,
-)
+from engine.errors import EngineDeadError, TokenizerError
 from engine.frontend.engine_controls import EngineControls
-from engine.frontend.input_processor import (
-    InputProcessor,
-    ProcessedParams,
-    ProcessedPrompt,
-    Prompt,
-)
+from engine.frontend.engine_startup import start_engine
+from engine.frontend.input_processor import InputProcessor, Prompt
 from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.parallel_sampling import ParentRequest
 from engine.frontend.queue_counter import QueueCounter
-from engine.frontend.request_tracer import TEXT_COMPLETION, RequestTracer
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
+from engine.frontend.request_intake import RequestIntake
+from engine.frontend.request_tracer import RequestTracer
+from engine.frontend.tokenizer import Tokenizer
 from engine.log import configure, get_logger, serving
-from engine.resolve import resolve_limits
 from engine.transport.client import EngineCoreClient
-from engine.types.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from engine.types.messages import EngineCoreOutputs, FinishReason
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
-from engine.version import __version__
-from instrumentation import Instrument, SinkName, StartupPhase
+from instrumentation import Instrument
 
 logger = get_logger(__name__)
 
@@ -55,6 +38,7 @@ class LLMEngine:
         ready: what else the core decided while it came up.
         controls: recordings, profiles, flight records, time lines of requests.
         queue: what has been sent and no step has admitted yet.
+        intake: sends requests whose prompt has been processed.
         startup_spans_ns: begin and end of the frontend's own phases of start-up.
     """
 
@@ -75,67 +59,37 @@ class LLMEngine:
             own_process=False,
             log_format=config.observability.log_format,
         )
+        started = start_engine(
+            config,
+            obs=obs,
+            run_dir=run_dir,
+            observer=observer,
+            open_tracer=open_tracer,
+            make_client=make_client,
+        )
         self.obs = obs
         self._observer = observer
-        self.tracer = RequestTracer()
-        self.startup_spans_ns: dict[StartupPhase, tuple[int, int]] = {}
-        began_ns = time.monotonic_ns()
-        source = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
-        _check_revision(config, source)
-        self.model_config = read_model_config(source)
-        resolve_limits(config, self.model_config)  # a wrong setting fails before a core is spawned
-        resolved_ns = time.monotonic_ns()
-        self._keep_startup(StartupPhase.RESOLVE_CONFIG, began_ns, resolved_ns)
-        self.engine_core = make_client(
-            config,
-            run_dir=run_dir,
-            obs=obs,
-            # At once, since an idle engine's caller would notice only with its next request.
-            on_death=None if observer is None else observer.engine_died,
-        )
-        try:
-            spawned_ns = time.monotonic_ns()
-            self._keep_startup(StartupPhase.SPAWN, resolved_ns, spawned_ns)
-            # Tracer and tokenizer load while the core boots.
-            if open_tracer is not None:
-                self.tracer = open_tracer(model=source.name)
-                if observer is not None:
-                    observer.metrics.engine.watch(SinkName.OPENTELEMETRY, self.tracer)
-            self.tokenizer: Tokenizer | None = None
-            if not config.model.skip_tokenizer_init:
-                self.tokenizer = get_tokenizer(
-                    source, name=config.model.tokenizer, download_dir=config.model.download_dir
-                )
-            tokenizer_ns = time.monotonic_ns()
-            self._keep_startup(StartupPhase.TOKENIZER, spawned_ns, tokenizer_ns)
-            self.ready = self.engine_core.wait_ready()
-            self._keep_startup(StartupPhase.WAIT_READY, tokenizer_ns, time.monotonic_ns())
-        except BaseException:
-            self.engine_core.shutdown()
-            self.tracer.close()
-            raise
-        self.config = dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, max_model_len=self.ready.max_model_len),
-        )
+        self.config, self.ready = started.config, started.ready
+        self.engine_core, self.tracer = started.engine_core, started.tracer
+        self.model_config, self.tokenizer = started.model_config, started.tokenizer
+        self.startup_spans_ns = started.spans_ns
         self.input_processor = InputProcessor(
             self.config, self.model_config, self.tokenizer, first_request_num=first_request_num
         )
         self.output_processor = OutputProcessor(self.tokenizer, obs=obs)
         self.queue = QueueCounter()
-        if observer is not None:
-            startup_ns = {
-                phase.label: end_ns - begin_ns
-                for phase, (begin_ns, end_ns) in self.startup_spans_ns.items()
-            }
-            observer.engine_is_ready(
-                self.config,
-                self.ready,
-                version=__version__,
-                model=source.name,
-                startup_ns=startup_ns | self.ready.startup_ns,
-            )
-        self.tracer.engine_is_ready(self.ready, self.startup_spans_ns)
+        self.intake = RequestIntake(
+            self.config,
+            self.engine_core,
+            input_processor=self.input_processor,
+            output_processor=self.output_processor,
+            queue=self.queue,
+            tracer=self.tracer,
+            observer=observer,
+            obs=obs,
+        )
+        self.counting_rejections = self.intake.counting_rejections
+        started.announce(observer)
         self.controls = EngineControls(
             self.engine_core,
             self.output_processor,
@@ -143,10 +97,6 @@ class LLMEngine:
             observer=observer,
             settings=config.observability,
         )
-
-    def _keep_startup(self, phase: StartupPhase, begin_ns: int, end_ns: int) -> None:
-        self.startup_spans_ns[phase] = (begin_ns, end_ns)
-        self.obs.startup(phase, begin_ns, end_ns)
 
     def add_request(
         self,
@@ -179,7 +129,7 @@ class LLMEngine:
             self.counting_rejections(**arrived),
             self.obs.process_inputs,
         ):
-            own, priority = self.check_request(
+            own, priority = self.intake.check_request(
                 request_id,
                 params,
                 arrival_ns=arrival_ns,
@@ -187,7 +137,7 @@ class LLMEngine:
                 traceparent=traceparent,
             )
             processed = self.input_processor.process_prompt(prompt, own)
-        self.add_processed(
+        self.intake.add_processed(
             request_id,
             processed,
             own,
@@ -195,152 +145,6 @@ class LLMEngine:
             priority=priority,
             traceparent=traceparent,
         )
-
-    def add_processed(
-        self,
-        request_id: str,
-        prompt: ProcessedPrompt,
-        params: SamplingParams,
-        *,
-        arrival_ns: int,
-        priority: int = 0,
-        traceparent: str | None = None,
-        operation: str = TEXT_COMPLETION,
-    ) -> None:
-        """Send a request whose prompt and parameters the input processor has made."""
-        arrived: dict[str, Any] = {
-            "request_id": request_id,
-            "params": params,
-            "arrival_ns": arrival_ns,
-            "traceparent": traceparent,
-            "operation": operation,
-        }
-        with self.counting_rejections(**arrived):
-            if request_id in self.output_processor:
-                raise id_in_use(request_id)
-        traceparent = self.tracer.begin(
-            request_id,
-            params,
-            arrival_ns=arrival_ns,
-            traceparent=traceparent,
-            operation=operation,
-        )
-        try:
-            with serving(request_id, traceparent):
-                logger.debug("request arrived with %d prompt tokens", len(prompt.token_ids))
-                self._send_samples(
-                    request_id,
-                    prompt,
-                    params,
-                    arrival_ns=arrival_ns,
-                    priority=priority,
-                    traceparent=traceparent,
-                )
-        except BaseException as error:
-            self.tracer.fail(request_id, error)
-            raise
-
-    def _send_samples(
-        self,
-        request_id: str,
-        prompt: ProcessedPrompt,
-        params: SamplingParams,
-        *,
-        arrival_ns: int,
-        priority: int,
-        traceparent: str | None,
-    ) -> None:
-        parent = ParentRequest(request_id, params) if params.n > 1 else None
-        for index in range(params.n):
-            request = self.input_processor.make_request(
-                request_id if parent is None else f"{request_id}/{index}",
-                prompt,
-                params if parent is None else parent.child_params(index),
-                arrival_ns=arrival_ns,
-                priority=priority,
-                traceparent=traceparent,
-            )
-            with self.engine_core.uninterrupted(), self.obs.send:
-                self.output_processor.add_request(
-                    request_id, request, prompt, parent=parent, index=index
-                )
-                self.tracer.expect(request_id, request.request_num)
-                if self._observer is not None:
-                    self._observer.observe_arrival(params, index=index)
-                self.queue.add(request.request_num, len(prompt.token_ids))
-                self._send(request)
-
-    @contextmanager
-    def counting_rejections(
-        self,
-        *,
-        request_id: Any = None,
-        params: Any = None,
-        arrival_ns: Any = None,
-        traceparent: Any = None,
-        operation: str = TEXT_COMPLETION,
-    ) -> Iterator[None]:
-        """Count and trace a request that what is inside refuses; arguments as they came."""
-        began_ns = time.monotonic_ns()
-        try:
-            yield
-        except IsinglassError as error:
-            if self._observer is not None:
-                self._observer.observe_rejection(error)
-            self.tracer.reject(
-                error,
-                request_id=request_id,
-                params=params,
-                arrival_ns=began_ns if arrival_ns is None else arrival_ns,
-                traceparent=traceparent,
-                operation=operation,
-            )
-            raise
-
-    def _send(self, request: EngineCoreRequest) -> None:
-        try:
-            self.engine_core.add_request(request)
-        except EngineDeadError as error:
-            self.bury(error)
-            raise
-        self.obs.request_sent(
-            request.request_num,
-            request.request_id,
-            arrival_ns=request.arrival_ns,
-            num_prompt_tokens=len(request.prompt_token_ids),
-        )
-
-    def check_request(
-        self,
-        request_id: str,
-        params: SamplingParams | ProcessedParams,
-        *,
-        arrival_ns: int,
-        priority: int,
-        traceparent: str | None,
-    ) -> tuple[SamplingParams, int]:
-        """Check all of a request but its prompt; returns what the core gets of it.
-
-        Raises:
-            RequestError, PromptError, SamplingParamsError, ConfigError: as `add_request`.
-        """
-        processor = self.input_processor
-        processor.check_request(request_id, arrival_ns, traceparent)
-        if priority != 0:
-            self.require_priority_scheduling()
-        priority = processor.check_priority(priority)
-        if isinstance(params, ProcessedParams):
-            return params.params, priority
-        return processor.process_params(params), priority
-
-    def require_priority_scheduling(self) -> None:
-        """Refuse priorities that would have no effect.
-
-        Raises:
-            ConfigError: the engine serves requests in the order in which they come.
-        """
-        if self.config.scheduler.scheduling_policy != "priority":
-            raise ConfigError('priority needs LLM(scheduling_policy="priority")')
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
         """End requests; each gives one last output that says abort. Unknown ids are ignored."""
@@ -352,7 +156,7 @@ class LLMEngine:
     def discard_request(self, request_ids: Sequence[str]) -> None:
         """End requests at once, without a last output."""
         self.abort_request(request_ids)
-        self._abandon(request_ids, FinishReason.ABORT)
+        self.intake.abandon(request_ids, FinishReason.ABORT)
 
     def step(self) -> list[RequestOutput]:
         """Wait for the core's next outputs and turn them into the caller's.
@@ -376,8 +180,10 @@ class LLMEngine:
             done = self.output_processor.process_outputs(message)
             if done.to_abort:
                 self.engine_core.abort_requests(done.to_abort)
-        if message.step is not None and message.step.admissions:
-            self.queue.remove(admission.request_num for admission in message.step.admissions)
+        if message.step is not None:
+            self.queue.observe_step(message.step)
+        elif message.idle_cached_blocks is not None:
+            self.queue.observe_idle()
         if done.first_tokens or done.timelines:  # the step's record may be another frontend's
             self.queue.remove(one.request_num for one in (*done.first_tokens, *done.timelines))
         if self._observer is not None:
@@ -425,36 +231,4 @@ class LLMEngine:
 
     def bury(self, error: EngineDeadError) -> None:
         """The core has died: every request is lost, and counted as such."""
-        if self._observer is not None:
-            self._observer.engine_died()
-        self._abandon(self.output_processor.unfinished_ids(), FinishReason.ERROR, error=str(error))
-
-    def _abandon(
-        self, request_ids: Sequence[str], reason: FinishReason, *, error: str | None = None
-    ) -> None:
-        timelines = self.output_processor.abandon(request_ids, reason, error=error)
-        self.queue.remove(timeline.request_num for timeline in timelines)
-        if self._observer is not None:
-            self._observer.observe_ended(timelines)
-        self.tracer.observe_ended(timelines)
-
-
-def id_in_use(request_id: str) -> PromptError:
-    """The error of a request whose id another one has that has not finished."""
-    return PromptError(f"request id {request_id!r} belongs to an unfinished request; use another.")
-
-
-def _check_revision(config: EngineConfig, source: ModelSource) -> None:
-    """Refuse a revision that would have no effect.
-
-    Raises:
-        ConfigError: the model is not fetched from the hub.
-    """
-    revision = config.model.revision
-    if revision is None:
-        return
-    if source.kind != "folder" or Path(source.name).expanduser().is_dir():
-        raise ConfigError(
-            f"revision={revision!r} chooses a version of a hub repository, but the model "
-            f"{source.name!r} is a local one; leave revision out, or give a hub name."
-        )
+        self.intake.bury(error)

@@ -12,8 +12,9 @@ from typing import Any
 from engine.checkpoint.locate import EMBEDDED_MODEL
 from engine.config import EngineConfig
 from engine.frontend.live_tap import LiveTap
+from engine.frontend.opentelemetry_tracer import open_tracer
 from engine.frontend.output_processor import ProcessedOutputs
-from engine.frontend.request_tracer import RequestTracer, open_tracer
+from engine.frontend.request_tracer import RequestTracer
 from engine.log import get_logger
 from engine.types.messages import EngineCoreOutputs, EngineCoreReadyResponse
 from engine.types.sampling import SamplingParams
@@ -137,6 +138,8 @@ class EngineObserver:
             metrics.steps.observe_worker_step(message.worker_step)
         if message.idle_cached_blocks is not None and self._counts_steps:
             metrics.steps.forget_queues(num_cached_blocks=message.idle_cached_blocks)
+        if message.grammars is not None and self._counts_steps:
+            metrics.structured_outputs.observe_totals(message.grammars)
         if message.sent_ns and received_ns:
             metrics.engine.observe_transport(received_ns - message.sent_ns)
         if done.num_generation_tokens:

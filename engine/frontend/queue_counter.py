@@ -1,17 +1,21 @@
 """How much of what this frontend has sent waits for its first step, and how fast it stops waiting.
 
-Told of each request once when it is sent and once when it waits no more, so that a step costs what
-it admits and never what waits. Knows no engine.
+Told of each request once when it is sent and once when it waits no more, and of each step what it
+left free, so that a step costs what it admits and never what waits. Knows no engine.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
+
+from instrumentation import AdmissionStop, StepRecord
 
 _NUM_DEPARTURES = 128
 """Departures that the rate is taken from."""
 _FORGET_NS = 30 * 10**9
-"""Departures that are older say nothing of now."""
+"""Departures that are older say nothing of now: by the time in which something waited."""
+_NO_ROOM = frozenset({AdmissionStop.KV_BLOCKS, AdmissionStop.AFTER_PREEMPTION})
+"""Where admission stopped for these, places that are not taken are not free."""
 
 
 class QueueCounter:
@@ -22,20 +26,31 @@ class QueueCounter:
     Attributes:
         num_requests: sequences that wait; a request with n samples is n of them.
         num_tokens: tokens of their prompts.
+        num_running: sequences that run in the engine, whoever sent them, as of its last step.
+        shown: gets the two numbers of what waits whenever they change, for others to read.
     """
 
     def __init__(self, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.num_requests = 0
         self.num_tokens = 0
+        self.num_running = 0
+        self.shown: MutableSequence[int] | None = None
+        self._has_blocks = True
+        self._num_budget_left: int | None = None
         self._clock = clock
         self._waiting: dict[int, int] = {}
-        self._departures: deque[tuple[int, int, int]] = deque(maxlen=_NUM_DEPARTURES)
+        self._waited_ns, self._waiting_since_ns = 0, 0
+        # Each with the time waited until then; the first is where the others are counted from.
+        self._departures: deque[tuple[int, int, int]] = deque([(0, 0, 0)], _NUM_DEPARTURES + 1)
 
     def add(self, request_num: int, num_tokens: int) -> None:
         """A sequence has been sent to the core."""
+        if not self._waiting:
+            self._waiting_since_ns = self._clock()
         self._waiting[request_num] = num_tokens
         self.num_requests += 1
         self.num_tokens += num_tokens
+        self._show()
 
     def remove(self, request_nums: Iterable[int]) -> None:
         """These wait no more, for whatever reason; those that did not wait are ignored."""
@@ -46,23 +61,61 @@ class QueueCounter:
                 num_requests += 1
                 num_tokens += tokens
         if num_requests:
+            now_ns = self._clock()
+            self._waited_ns += now_ns - self._waiting_since_ns
+            self._waiting_since_ns = now_ns
             self.num_requests -= num_requests
             self.num_tokens -= num_tokens
-            self._departures.append((self._clock(), num_requests, num_tokens))
+            self._departures.append((self._waited_ns, num_requests, num_tokens))
+            self._show()
 
-    def seconds_until_gone(self, *, num_requests: int = 0, num_tokens: int = 0) -> float | None:
+    def observe_step(self, step: StepRecord) -> None:
+        """A step of the engine: what it admitted waits no more, and what it left is free."""
+        if step.admissions:
+            self.remove(admission.request_num for admission in step.admissions)
+        self.num_running = step.num_running_at_end
+        self._has_blocks = step.admission_stop not in _NO_ROOM
+        self._num_budget_left = step.token_budget_left
+
+    def observe_idle(self) -> None:
+        """Nothing is left to do, which no step has told of."""
+        self.num_running, self._has_blocks = 0, True
+
+    def num_free_places(self, max_num_seqs: int) -> int:
+        """Sequences that the engine can take in besides those that run; 0 while it is short of
+        KV blocks."""
+        return max(0, max_num_seqs - self.num_running) if self._can_admit else 0
+
+    def num_free_tokens(self, max_num_batched_tokens: int) -> int:
+        """Prompt tokens for which the engine's next step has room."""
+        if not self.num_running or self._num_budget_left is None:
+            return max_num_batched_tokens
+        return self._num_budget_left if self._can_admit else 0
+
+    def seconds_until_gone(self, *, num_requests: float = 0, num_tokens: float = 0) -> float:
         """How long it takes until so much of the queue is gone, at the rate of late.
 
-        The rate is that of the last departures up to now, so that it falls while nothing leaves.
-        None where nothing has left of late.
+        The rate is that of the last departures, over the time in which something waited: it falls
+        while nothing leaves, and an idle engine leaves it as it is. Where nothing has left of late,
+        one is taken to leave now.
         """
-        now_ns = self._clock()
-        recent = [one for one in self._departures if now_ns - one[0] <= _FORGET_NS]
-        if not recent:
-            return None
-        elapsed_s = max(1, now_ns - recent[0][0]) / 1e9
-        gone_requests = sum(requests for _, requests, _ in recent)
-        gone_tokens = sum(tokens for _, _, tokens in recent)
-        return max(
-            num_requests * elapsed_s / gone_requests, num_tokens * elapsed_s / max(1, gone_tokens)
-        )
+        now_ns = self._waited_ns
+        if self._waiting:
+            now_ns += self._clock() - self._waiting_since_ns
+        departures = self._departures
+        while len(departures) > 1 and now_ns - departures[1][0] > _FORGET_NS:
+            departures.popleft()
+        elapsed_s = (now_ns - departures[0][0]) / 1e9
+        gone_requests = sum(requests for _, requests, _ in departures) - departures[0][1]
+        gone_tokens = sum(tokens for _, _, tokens in departures) - departures[0][2]
+        if not gone_requests:
+            gone_requests, gone_tokens = 1, next(iter(self._waiting.values()), 1)
+        return elapsed_s * max(num_requests / gone_requests, num_tokens / max(1, gone_tokens))
+
+    @property
+    def _can_admit(self) -> bool:
+        return self._has_blocks or not self.num_running
+
+    def _show(self) -> None:
+        if self.shown is not None:
+            self.shown[0], self.shown[1] = self.num_requests, self.num_tokens

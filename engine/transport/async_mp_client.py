@@ -7,12 +7,13 @@ thread. Outputs are read when the socket's descriptor says so. Knows asyncio; kn
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
 import zmq
 
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, EventLoopError
 from engine.transport.mp_client import MPClient, unwrap
 from engine.types.messages import EngineCoreFailure, EngineCoreOutputs, MessageType
 
@@ -39,30 +40,35 @@ class AsyncMPClient(MPClient):
         self._arrived: deque[EngineCoreOutputs] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._loop.add_reader(self._core.output.getsockopt(zmq.FD), self._take_messages)
+        self._loop.add_reader(self._core.output.fileno(), self._take_messages)
         self._loop.add_reader(self._core.death_read, self._take_death)
         self._take_messages()  # the descriptor tells of changes only
 
     def detach(self) -> None:
         """Receive no more; whoever waits gets EngineDeadError. Harmless when called twice."""
-        if self._loop is None:
+        loop, self._loop = self._loop, None
+        if loop is None:
             return
-        self._loop.remove_reader(self._core.output.getsockopt(zmq.FD))
-        self._loop.remove_reader(self._core.death_read)
-        self._loop = None
-        self._end(EngineDeadError("the engine has been shut down"))
+        death = EngineDeadError("the engine has been shut down")
+        if loop.is_closed():  # it watches nothing any more, and wakes nobody
+            self._death = self._death or death
+            return
+        loop.remove_reader(self._core.output.fileno())
+        loop.remove_reader(self._core.death_read)
+        self._end(death)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Wait for the next outputs; one task at a time.
 
         Raises:
             EngineDeadError: the core has died.
+            EventLoopError: the client is attached to another loop, or another task waits.
         """
         while not self._arrived:
-            if self._death is not None:
-                raise self._death
-            assert self._loop is not None, "attach() comes first"
-            self._waiter = self._loop.create_future()
+            loop = self._attached_loop()
+            if self._waiter is not None and not self._waiter.done():
+                raise EventLoopError("another task takes the core's outputs; one has to pass on.")
+            self._waiter = loop.create_future()
             await self._waiter
         return self._arrived.popleft()
 
@@ -71,11 +77,9 @@ class AsyncMPClient(MPClient):
 
         Raises:
             EngineDeadError: the core has died.
+            EventLoopError: the client is attached to another loop.
         """
-        if self._death is not None:
-            raise self._death
-        assert self._loop is not None, "attach() comes first"
-        answer: asyncio.Future[Any] = self._loop.create_future()
+        answer: asyncio.Future[Any] = self._attached_loop().create_future()
         call_id = self._send_call(method, args)
         self._calls[call_id] = answer
         try:
@@ -89,11 +93,36 @@ class AsyncMPClient(MPClient):
     def call_utility(self, method: str, *args: Any) -> Any:
         return self._from_other_thread(self.call_utility_async(method, *args))
 
-    def _from_other_thread(self, coroutine: Any) -> Any:
+    def _attached_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that runs, which has to be ours."""
+        if self._death is not None:
+            raise self._death.with_traceback(None)
+        assert self._loop is not None, "attach() comes first"
+        if self._loop is not asyncio.get_running_loop():
+            raise EventLoopError(
+                "the engine was started on another event loop; await its methods there."
+            )
+        return self._loop
+
+    def _from_other_thread(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Have the loop run a coroutine, and wait for that, which must not be its own thread."""
         loop = self._loop
-        if loop is None:
-            coroutine.close()
-            raise self._death or EngineDeadError("the engine has been shut down")
+        try:
+            if loop is None:
+                raise self._death or EngineDeadError("the engine has been shut down")
+            if loop is asyncio._get_running_loop():
+                raise EventLoopError(
+                    "this call waits for the event loop that makes it; await the method of that "
+                    "name of AsyncLLM, or call through asyncio.to_thread."
+                )
+            if not loop.is_running():
+                raise EventLoopError(
+                    "the event loop that the engine was started on does not run: nobody would "
+                    "answer."
+                )
+        except BaseException:
+            coroutine.close()  # or Python warns that it has not been awaited
+            raise
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
     def _take_messages(self) -> None:

@@ -18,7 +18,7 @@ from engine.types.messages import EngineCoreFailure, MessageType
 from instrumentation import Instrument
 
 _RETRY_S = 0.05
-_WATCH_S = 0.2
+_WATCH_MS = 200
 
 
 class AttachedCore:
@@ -118,7 +118,7 @@ class AttachedCore:
     def _watch(self) -> None:
         poller = zmq.Poller()
         poller.register(self.death_read, zmq.POLLIN)
-        while not self.stopping and not poller.poll(_WATCH_S * 1000):
+        while not self.stopping and not poller.poll(_WATCH_MS):
             pass
         if not self.stopping and self._on_death is not None:
             self._on_death()

@@ -56,7 +56,7 @@ class CoreProcess:
         num_frontends: int = 0,
     ) -> None:
         settings, main_path = portable_classes(config)  # may raise: before there is anything
-        self.grace_s = config.process.shutdown_timeout_s
+        self.grace_s = config.process.engine_shutdown_timeout_s
         self.obs = obs
         self._num_clients = num_frontends + 1
         self._on_death = on_death
@@ -255,7 +255,7 @@ def poll_socket(socket: zmq.Socket, death_read: int, timeout_s: float | None) ->
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     poller.register(death_read, zmq.POLLIN)
-    events = dict(poller.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
+    events = dict(poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000))))
     return socket in events
 
 

@@ -51,6 +51,7 @@ class InprocClient(EngineCoreClient):
         if packages and not self._core.has_work():
             for client, idle in self._core.idle_outputs().items():
                 packages[client].idle_cached_blocks = idle.idle_cached_blocks
+                packages[client].grammars = idle.grammars
         self._ready.extend(packages.values())
 
     def get_output(self) -> EngineCoreOutputs:

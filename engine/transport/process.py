@@ -35,7 +35,8 @@ class SpawnedProcess:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
-        flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does
+        # As multiprocessing does; private, so unknown to the stubs.
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._forwarder: threading.Thread | None = None
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
             [sys.executable, *flags, "-c", BOOTSTRAP, name],

@@ -123,7 +123,8 @@ def test_choices_are_listed_in_the_error(name: str) -> None:
 
 
 def test_an_int_is_good_enough_for_a_float() -> None:
-    assert EngineConfig.from_kwargs(shutdown_timeout_s=3).process.shutdown_timeout_s == 3
+    config = EngineConfig.from_kwargs(engine_shutdown_timeout_s=3)
+    assert config.process.engine_shutdown_timeout_s == 3
 
 
 def test_settings_that_contradict_each_other() -> None:

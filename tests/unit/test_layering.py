@@ -50,7 +50,8 @@ ENTRY_POINT_MODULES = {
 }
 """What may be imported of instrumentation besides its root, and by whom."""
 ENTRY_POINTS = ("api/", "config.py", "frontend/observer.py", "transport/inproc_client.py")
-ENTRY_POINTS += ("core/engine_core_proc.py", "frontend/request_tracer.py", "server/")
+ENTRY_POINTS += ("frontend/request_tracer.py", "frontend/opentelemetry_tracer.py")
+ENTRY_POINTS += ("core/engine_core_proc.py", "server/")
 # The client that runs the core in the caller's process stands for the process boundary.
 MODEL_LIBRARIES = {"torch", "transformers"}
 CALLER_LAYERS = {

@@ -1,0 +1,182 @@
+"""The life of an engine without an engine: settings, starts that fail, last or are given up."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.api.engine_host
+from engine import LLM, AsyncLLM, ConfigError, EngineDeadError, EngineStartError
+from engine.api.engine_host import EngineHost
+from engine.config import EngineConfig
+
+QUIET = {"flight_recorder_steps": 0}
+
+
+class Bytes:
+    """A path, but not of text."""
+
+    def __fspath__(self) -> bytes:
+        return b"model"
+
+
+class FakeLLMEngine:
+    """Comes up when the test lets it, with an error if the test wants one."""
+
+    made: "list[FakeLLMEngine]"
+    is_starting: threading.Event
+    may_start: threading.Event
+    error: Exception | None = None
+
+    def __init__(self, config: EngineConfig, **options: Any) -> None:
+        self.options, self.num_shutdowns = options, 0
+        self.is_starting.set()
+        assert self.may_start.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.made.append(self)
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLLMEngine]]:
+    class Fake(FakeLLMEngine):
+        """Counts for one test only."""
+
+    Fake.made, Fake.is_starting, Fake.may_start = [], threading.Event(), threading.Event()
+    Fake.may_start.set()
+    monkeypatch.setattr(engine.api.engine_host, "LLMEngine", Fake)
+    yield Fake
+    Fake.may_start.set()
+
+
+def url_of(host: EngineHost) -> str:
+    assert host.metrics_server is not None
+    return host.metrics_server.url
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+@pytest.mark.parametrize("model", [3, b"model", Bytes(), ["model"], object()])
+def test_a_model_that_is_no_path_is_a_config_error(kind: type, model: object) -> None:
+    with pytest.raises(ConfigError, match=r"^model must be str, got .*\)$"):
+        kind(model)
+
+
+def test_paths_are_settings_of_text() -> None:
+    config = EngineConfig.from_kwargs(
+        model=Path("a/model"), tokenizer=Path("a/tokenizer"), trace_dir=Path("runs"), dtype="auto"
+    )
+    assert (config.model.model, config.model.tokenizer) == ("a/model", "a/tokenizer")
+    assert config.observability.trace_dir == "runs"
+    assert AsyncLLM(Path("a/model")).model_name == "a/model"
+    with pytest.raises(ConfigError, match="max_num_seqs must be int"):
+        EngineConfig.from_kwargs(max_num_seqs=Path("3"))
+
+
+def test_what_has_been_shut_down_before_its_start_does_not_start() -> None:
+    async def run() -> None:
+        llm = AsyncLLM()
+        for _ in range(2):
+            await llm.shutdown()
+        calls: list[Callable[[], Any]] = [
+            llm.start,
+            llm.__aenter__,
+            llm.wait_for_death,
+            lambda: llm.submit("Once"),
+            lambda: anext(llm.generate("Once")),
+            lambda: anext(llm.chat([{"role": "user", "content": "Once"}])),
+        ]
+        for call in calls:
+            with pytest.raises(EngineDeadError, match=r"shut down.*new AsyncLLM"):
+                await call()
+        await llm.abort("any")
+        assert (llm.is_running, llm.num_unfinished, llm.has_request("any")) == (False, 0, False)
+
+    asyncio.run(run())
+
+
+def test_a_start_that_fails_closes_what_it_has_opened(fake: type[FakeLLMEngine]) -> None:
+    fake.error = EngineStartError("no")
+    sources: list[Any] = []
+    config = EngineConfig.from_kwargs(metrics_port=0)
+    host = EngineHost(config, labelled_name="mine", metric_sources=sources)
+    closed: list[str] = []
+    assert host.observer is not None
+    assert host.observer.metrics.sources is sources
+    host._obs.close, close = lambda: closed.append("obs"), host._obs.close  # type: ignore[method-assign]
+    with pytest.raises(EngineStartError, match="no"):
+        host.start()
+    assert (host.metrics_server, closed) == (None, ["obs"])
+    close()
+    host.shutdown()  # finds nothing to do
+    assert not fake.made
+
+
+def test_a_shutdown_waits_for_the_start_and_ends_what_it_has_made(
+    fake: type[FakeLLMEngine],
+) -> None:
+    fake.may_start.clear()
+    host = EngineHost(EngineConfig.from_kwargs(metrics_port=0, **QUIET))
+    starting = threading.Thread(target=host.start)
+    stopping = threading.Thread(target=host.shutdown)
+    starting.start()
+    assert fake.is_starting.wait(10)
+    assert url_of(host)
+    stopping.start()
+    stopping.join(0.05)
+    assert stopping.is_alive()
+    fake.may_start.set()
+    stopping.join(10)
+    starting.join(10)
+    assert [one.num_shutdowns for one in fake.made] == [1]
+    assert host.metrics_server is None
+
+
+def test_a_start_whose_loop_ends_meanwhile_leaves_no_engine_behind(
+    fake: type[FakeLLMEngine],
+) -> None:
+    fake.may_start.clear()
+    llm = AsyncLLM(**QUIET)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await llm.start()
+        fake.may_start.set()
+
+    asyncio.run(give_up())
+    assert len(fake.made) == 1
+    asyncio.run(llm.shutdown())
+    assert fake.made[0].num_shutdowns == 1
+
+
+def test_what_is_still_held_at_the_interpreters_end_ends_in_silence() -> None:
+    code = (
+        "import asyncio\n"
+        "from engine.api.async_llm import AsyncLLM\n"
+        "from engine.frontend.output_stream import RequestStream\n"
+        "from engine.types.sampling import RequestOutputKind\n"
+        "loop = asyncio.new_event_loop()\n"
+        "llm, delta = AsyncLLM(), RequestOutputKind.DELTA\n"
+        "llm._loop, llm._handler, llm._host = loop, object(), object()\n"
+        "stream = RequestStream('r', delta, on_close=print, loop=loop)\n"
+        "loop.close()\n"
+        "held = [llm, stream]\n"
+        "held.append(held)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
