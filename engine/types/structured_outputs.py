@@ -13,8 +13,11 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from engine.errors import SamplingParamsError
-from engine.types.json_schema import unenforced
+from engine.types.expression_parser import parse
+from engine.types.json_schema import held_schema
+from engine.types.regular_expression import RegularExpressionError, written
 from engine.types.sampling_checks import NamedArguments, encodable, short
+from engine.types.schema_values import SchemaError
 
 MAX_BYTES: Final = 256 * 1024
 """Longest schema, expression, grammar, or choice in all, as UTF-8."""
@@ -38,10 +41,11 @@ class StructuredOutputsParams(
     EXAMPLE: ClassVar[str] = 'json={"type": "object"}'
 
     json: str | dict[str, Any] | None = None
-    """A JSON schema: a dictionary, its text, or a class with `model_json_schema` (pydantic); the
-    text after construction."""
+    """A JSON schema: a dictionary, its text, or a class with `model_json_schema` (pydantic). After
+    construction the text of what the output is held to: the schema, or where a grammar could not
+    hold all of it one that allows no more."""
     regex: str | None = None
-    """An expression that the whole output matches."""
+    """An expression that the whole output matches; after construction in one way of writing."""
     choice: list[str] | None = None
     """The output is one of these."""
     grammar: str | None = None
@@ -74,6 +78,7 @@ class StructuredOutputsParams(
                 force_setattr(self, name, _checked_object(name, value, remedy))
         if self.regex is not None:
             _check_text("regex", self.regex, "a regular expression that is not empty")
+            force_setattr(self, "regex", _checked_regex("regex", self.regex))
         if self.grammar is not None:
             _check_text("grammar", self.grammar, "an EBNF grammar that is not empty")
             if "::=" not in self.grammar:
@@ -153,36 +158,75 @@ def _checked_object(name: str, value: object, remedy: str) -> str:
             raise SamplingParamsError(
                 f"structured_outputs.{name}: {short(value)} gave no schema: {error}"
             ) from error
-    if isinstance(value, dict):
-        _check_nesting(name, value)  # before the encoder recurses
-        _check_demands(name, value)
-        try:
-            value = json_text.dumps(value, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise SamplingParamsError(
-                f"structured_outputs.{name} must be {allowed}: {error}."
-            ) from error
+    text: str | None = None
+    if not isinstance(value, dict):
         _check_text(name, value, allowed)
-        return value
-    _check_text(name, value, allowed)
-    assert isinstance(value, str)
+        assert isinstance(value, str)
+        text = value
+        try:
+            value = json_text.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise SamplingParamsError(
+                f"structured_outputs.{name} must be {allowed}; it is no JSON: {error}."
+            ) from error
+        if not isinstance(value, dict):
+            _reject(name, text, allowed)
+    _check_nesting(name, value)  # before anything recurses
+    held = _held_schema(name, value) if name == "json" else _held_tag(name, value)
+    if text is not None and held == value:
+        return text
     try:
-        parsed = json_text.loads(value, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        text = json_text.dumps(held, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
         raise SamplingParamsError(
-            f"structured_outputs.{name} must be {allowed}; it is no JSON: {error}."
+            f"structured_outputs.{name} must be {allowed}: {error}."
         ) from error
-    if not isinstance(parsed, dict):
-        _reject(name, value, allowed)
-    _check_nesting(name, parsed)
-    _check_demands(name, parsed)
-    return value
+    _check_text(name, text, allowed)
+    return text
 
 
-def _check_demands(name: str, schema: dict[str, Any]) -> None:
-    """Refuse a schema of which a part would be ignored."""
-    if name == "json" and (demand := unenforced(schema)) is not None:
-        raise SamplingParamsError(f"structured_outputs.json: {demand}.")
+def _held_schema(where: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema as it is held to; what cannot be is refused."""
+    try:
+        return held_schema(schema)
+    except SchemaError as error:
+        raise SamplingParamsError(
+            f"structured_outputs.{where}{error.path}: {error.message}."
+        ) from error
+
+
+def _checked_regex(where: str, text: str) -> str:
+    """The expression as it is held to; what cannot be is refused."""
+    try:
+        held = written(parse(text))
+    except RegularExpressionError as error:
+        raise SamplingParamsError(
+            f"structured_outputs.{where} must be a regular expression that a grammar can hold: "
+            f"{error}."
+        ) from error
+    if not held:
+        _reject(where, text, "a regular expression that matches more than the empty text")
+    return held
+
+
+def _held_tag(where: str, value: Any) -> Any:
+    """A structural tag whose schemas and expressions are as they are held to."""
+    if isinstance(value, list | tuple):
+        return [_held_tag(f"{where}[{index}]", item) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    held: dict[str, Any] = {}
+    kind = value.get("type")
+    for key, item in value.items():
+        place = f"{where}.{key}"
+        is_schema = key == "json_schema" or (key == "schema" and "begin" in value)
+        if is_schema and isinstance(item, dict):
+            held[key] = _held_schema(place, item)
+        elif key == "pattern" and kind == "regex" and isinstance(item, str):
+            held[key] = _checked_regex(place, item)
+        else:
+            held[key] = _held_tag(place, item)
+    return held
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -1,6 +1,8 @@
 """Tools and reasoning over HTTP, with OpenAI's own client and the embedded model."""
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,16 @@ THINKER = (
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[OpenAI]:
-    """Of a server of the embedded model."""
-    with ServerProcess() as server:
-        yield OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+def server() -> Iterator[ServerProcess]:
+    """One of the embedded model."""
+    with ServerProcess("--warm-up-structured-outputs") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> OpenAI:
+    """Of that server."""
+    return OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +60,23 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     template.write_text(THINKER)
     with ServerProcess("--chat-template", str(template)) as server:
         yield OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+
+
+def command_lines(session_id: int) -> Iterator[bytes]:
+    """Of all processes of a session."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == session_id:
+                yield (folder / "cmdline").read_bytes()
+        except (ProcessLookupError, FileNotFoundError, PermissionError):
+            continue  # it has just ended, or is somebody else's
+
+
+def test_grammars_are_got_ready_for_before_anybody_asks_for_one(server: ServerProcess) -> None:
+    deadline_s = time.monotonic() + 30
+    while not any(b"grammar_process" in line for line in command_lines(server.process.pid)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def ask(client: OpenAI, **options: Any) -> list[dict[str, Any]]:
@@ -166,6 +191,48 @@ def test_a_call_that_is_cut_off(client: OpenAI) -> None:
     with pytest.raises(ValueError, match=r".+"):
         json.loads(call["function"]["arguments"])
     assert stream(client, **options) == [joined(choice)]
+
+
+def test_a_call_that_a_stop_string_breaks_off_is_none_to_run(client: OpenAI) -> None:
+    """It is reported as far as it came, but the answer does not end with tool_calls."""
+    options = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    whole = joined(ask(client, **options)[0])
+    ((name, arguments),) = whole["calls"]
+    # Another beginning of the arguments would be another end.
+    stop = arguments[len(arguments) // 2 :][:6]
+    (choice,) = ask(client, **options, stop=[stop])
+    broken = joined(choice)
+    assert broken["finish_reason"] == "stop"
+    ((found, partial),) = broken["calls"]
+    assert found == name
+    assert arguments.startswith(partial)
+    assert len(partial) < len(arguments)
+    assert stream(client, **options, stop=[stop]) == [broken]
+
+
+def test_a_schema_that_cannot_be_held_is_refused_where_it_stands(client: OpenAI) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": bad}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": bad}}
+    for options, param in (
+        (
+            {"tools": [NOW, tool], "tool_choice": "required"},
+            "tools[1].function.parameters.properties.a.pattern",
+        ),
+        (
+            {"response_format": form},
+            "response_format.json_schema.schema.properties.a.pattern",
+        ),
+    ):
+        with pytest.raises(BadRequestError, match="lookaheads") as caught:
+            ask(client, **options)
+        assert caught.value.param == param
+        assert param in caught.value.message
+    # What only the grammar library finds is told in the request's own words, too.
+    bad["properties"]["a"] = {"type": "string", "minLength": 3, "maxLength": 2}
+    with pytest.raises(BadRequestError, match=r"tools cannot be used: .*minLength") as caught:
+        ask(client, tools=[tool], tool_choice="required")
+    assert caught.value.param == "tools"
 
 
 def test_free_answers_are_the_same_streamed_and_whole(client: OpenAI) -> None:

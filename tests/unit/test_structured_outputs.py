@@ -88,7 +88,8 @@ def test_what_is_accepted_and_how_it_travels(
         ({"json": '{"minimum": NaN}'}, "NaN is no JSON number"),
         ({"json": "[1]"}, r"json must be a JSON object.*got '\[1\]'"),
         ({"json": 3}, "json must be a JSON object.*got 3"),
-        ({"json": {"minimum": float("inf")}}, "json must be a JSON object"),
+        ({"json": {"minimum": float("inf")}}, "json.minimum: must be a number"),
+        ({"json": {"default": float("inf")}}, "json must be a JSON object"),
         ({"json": {"default": object()}}, "json must be a JSON object.*not JSON serializable"),
         ({"json": {(1, 2): 3}}, "json must be a JSON object"),
         ({"json": Broken}, "gave no schema: no idea"),
@@ -99,6 +100,17 @@ def test_what_is_accepted_and_how_it_travels(
         ({"regex": ""}, "regex must be a regular expression that is not empty"),
         ({"regex": 5}, "regex must be a regular expression that is not empty, got 5"),
         ({"regex": "\ud800"}, "regex must be text without lone surrogates"),
+        ({"regex": "^$"}, "matches more than the empty text"),
+        ({"regex": "(?<=a)b"}, "lookaheads and lookbehinds cannot be held .character 1, near"),
+        ({"regex": "a$b"}, "'[$]' can only be held at the end"),
+        (
+            {"structural_tag": {"format": {"elements": [{"type": "regex", "pattern": "a^"}]}}},
+            r"structural_tag.format.elements\[0\].pattern must be a regular expression that",
+        ),
+        (
+            {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}},
+            "structural_tag.format.json_schema: 'not' is not supported",
+        ),
         ({"regex": "é" * (MAX_BYTES // 2 + 1)}, f"at most {MAX_BYTES} bytes long"),
         ({"grammar": ""}, "grammar must be an EBNF grammar that is not empty"),
         ({"grammar": "start: x"}, "grammar must be EBNF with a rule called root"),
@@ -113,7 +125,7 @@ def test_what_is_accepted_and_how_it_travels(
         ({"regex": "a", "disable_any_whitespace": True}, "is for json and json_object"),
         ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace must be True"),
     ],
-    ids=range(33),
+    ids=range(39),
 )
 def test_what_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingParamsError, match=message):
@@ -178,7 +190,7 @@ def inside(schema: dict[str, Any]) -> dict[str, Any]:
         ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
         ({"allOf": [{}, {}]}, "'allOf' is supported with one schema"),
         ({"$ref": "https://example.org/s.json"}, "must point into the schema itself"),
-        ({"type": "string", "pattern": "a", "maxLength": 2}, "count in the pattern"),
+        ({"type": "string", "pattern": "(ab)*", "maxLength": 3}, "count in the pattern"),
     ],
 )
 def test_what_would_be_ignored_is_refused(schema: dict[str, Any], message: str) -> None:
@@ -190,9 +202,11 @@ def test_what_would_be_ignored_is_refused(schema: dict[str, Any], message: str) 
 def test_values_and_names_are_no_keywords() -> None:
     words = {"not": 1, "uniqueItems": True, "$ref": "elsewhere"}
     for schema in (
-        {"enum": [words], "default": words, "examples": [words], "const": words},
+        {"enum": [words], "default": words, "examples": [words]},
+        {"const": words},
         {"properties": {name: {"type": "string"} for name in words}},
-        {"uniqueItems": False, "allOf": [{}], "oneOf": [{}, {}], "format": "nonsense"},
+        {"uniqueItems": False, "allOf": [{}], "format": "nonsense"},
+        {"oneOf": [{"const": "not"}, {"const": "$ref"}]},
         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}},
     ):
         assert StructuredOutputsParams(json=schema).kind == "json"

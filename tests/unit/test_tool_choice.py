@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import xgrammar
 
+from engine import SamplingParamsError, StructuredOutputsParams
+from engine.server.sampling import field_of, form_names, in_api_words
 from engine.server.tools.choice import Mode, check_choice, required_schema
 from engine.server.tools.definitions import (
     MAX_SCHEMA_DEPTH,
@@ -15,7 +17,9 @@ from engine.server.tools.definitions import (
     ToolsError,
     check_tools,
 )
+from engine.server.tools.plan import ChatFormats, plan_chat
 
+USER = [{"role": "user", "content": "Weather?"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
@@ -129,6 +133,50 @@ def test_a_choice_needs_tools(choice: object) -> None:
     with pytest.raises(ToolsError, match="needs tools") as caught:
         check_choice(choice, [])
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("choice", "strict"), [("required", None), (named("g"), None), ("auto", True)]
+)
+def test_a_schema_that_cannot_be_held_is_refused_with_its_place(
+    choice: object, strict: bool | None
+) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [tool("f", CITY), tool("g", bad, strict=strict)]
+    formats = ChatFormats.resolve("")
+    with pytest.raises(ToolsError, match="'uniqueItems' is not supported") as caught:
+        plan_chat(formats, USER, tools=tools, tool_choice=choice)
+    assert caught.value.param == "tools[1].function.parameters.properties.a"
+    assert "structured_outputs" not in str(caught.value)
+    free = plan_chat(formats, USER, tools=[tool("f", CITY), tool("g", bad)], tool_choice="auto")
+    assert free.constraint is None
+    assert free.field_names == {}
+
+
+def test_fields_of_a_form_that_tools_gave() -> None:
+    formats = ChatFormats.resolve("")
+    for choice, place in (("required", "tools"), (named("g"), "tools[1].function.parameters")):
+        plan = plan_chat(formats, USER, tools=[tool("f"), tool("g", CITY)], tool_choice=choice)
+        message = "structured_outputs.json cannot be used: nothing matches"
+        assert field_of(message, plan.field_names) == place
+        assert in_api_words(message, plan.field_names).startswith(f"{place} cannot be used")
+
+
+def test_fields_of_a_form_that_the_request_has() -> None:
+    bad = {"type": "object", "properties": {"a": {"not": {}}}}
+    with pytest.raises(SamplingParamsError) as caught:
+        StructuredOutputsParams(json=bad)
+    message = str(caught.value)
+    for field, place in (
+        ("response_format", "response_format.json_schema.schema.properties.a"),
+        ("guided_json", "guided_json.properties.a"),
+        ("structured_outputs", "structured_outputs.json.properties.a"),
+    ):
+        assert field_of(message, form_names(field)) == place
+        assert in_api_words(message, form_names(field)).startswith(f"{place}: 'not' is not")
+    assert field_of(
+        "structured_outputs.regex cannot be used: x", form_names("response_format")
+    ) == ("response_format.regex")
 
 
 @pytest.fixture(scope="module")

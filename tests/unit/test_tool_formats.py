@@ -473,6 +473,35 @@ def test_special_tokens_that_open_no_call_stay_hidden() -> None:
     assert parser.parse(text).content == "search.call(query='x')"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "is_broken"),
+    [
+        ("hermes", hermes("add", '{"a": 1}'), False),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}', False),  # before a stop tag
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', True),
+        ("hermes", hermes("now", "{}") + '<tool_call>{"name": "add", "arguments": {"a', True),
+        ("hermes", hermes("now", "{}") + '<tool_call>{"name": "add', False),  # it is dropped
+        ("llama3_json", '{"name": "add", "parameters": {"a": [', True),
+        ("mistral", '[TOOL_CALLS]add{"a": ', True),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1", True),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter>", True),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></function>", False),
+        ("pythonic", "[add(a=1), add(a=", False),  # which is content
+        ("hermes", "No call.", False),
+    ],
+)
+def test_whether_a_call_was_broken_off(name: str, text: str, is_broken: bool) -> None:
+    for size in (len(text), 1):
+        parser = ChatOutputParser(CALL_FORMATS[name].new_parser(TOOLS))
+        for start in range(0, len(text), size):
+            parser.feed(text[start : start + size])
+        parser.finish()
+        assert parser.is_within_call is is_broken
+    only_one = ChatOutputParser(CALL_FORMATS["hermes"].new_parser(TOOLS, max_calls=1))
+    only_one.parse(hermes("now", "{}") + '<tool_call>{"name": "add", "arguments": {"a')
+    assert not only_one.is_within_call, "the one that is dropped does not count"
+
+
 def test_the_pieces_of_an_answer_are_never_empty() -> None:
     for case in CASES:
         parser = parser_of(case.format)

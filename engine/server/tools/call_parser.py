@@ -66,6 +66,16 @@ class CallParser(ABC):
             self._pieces.append(Content(self._space))
         return self._take()
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the last call that was reported has no end yet: at the text's end, broken off."""
+        return self._is_open and not self._is_dropped
+
+    @property
+    @abstractmethod
+    def _is_open(self) -> bool:
+        """Whether the arguments of a call are being read."""
+
     @abstractmethod
     def _step(self, *, is_final: bool) -> bool:
         """Consume a settled beginning of the buffer or change state; False if neither can be."""

@@ -47,6 +47,11 @@ class ChatOutputParser:
         """Whether a call has begun."""
         return self._calls is not None and self._calls.num_calls > 0
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether a call has begun but not ended; behind `finish`, whether it was broken off."""
+        return self._calls is not None and self._calls.is_within_call
+
     def feed(self, text: str) -> list[Piece]:
         """What this much more text settles; often nothing."""
         if len(text) > MAX_FEED:

@@ -11,7 +11,7 @@ from engine.errors import SamplingParamsError
 from engine.server.reasoning.tags import ReasoningSyntax
 from engine.server.tools.choice import Choice, Mode, required_schema
 from engine.server.tools.definitions import ToolsError
-from engine.server.tools.formats import CallFrame
+from engine.server.tools.strict_forms import StrictForm
 from engine.types.grammar_messages import MAX_WHITESPACE
 from engine.types.structured_outputs import StructuredOutputsParams
 
@@ -22,48 +22,31 @@ def constraint_of(choice: Choice, *, max_calls: int | None) -> StructuredOutputs
     A named function: its arguments. Required: a list of calls, see `required_schema`.
 
     Raises:
-        ToolsError: the schemas are too long, or hold what JSON cannot.
+        ToolsError: a schema cannot be held, or they are too long together.
     """
     if choice.mode not in (Mode.NAMED, Mode.REQUIRED):
         return None
+    tools = [tool.held() for tool in choice.tools]
     is_named = choice.mode is Mode.NAMED
-    schema = choice.tools[0].schema if is_named else required_schema(choice.tools, max_calls)
+    schema = tools[0].schema if is_named else required_schema(tools, max_calls)
     # Calls are for programs: white space would only be tokens to wait for.
     return _made({"json": schema, "disable_any_whitespace": True})
 
 
 def strict_calls(
-    choice: Choice, frame: CallFrame, *, max_calls: int | None
+    choice: Choice, form: StrictForm, *, max_calls: int | None
 ) -> StructuredOutputsParams | None:
-    """What holds calls amid free text to the schemas of strict tools; None if none is strict.
+    """What holds calls amid free text to the schemas of strict tools.
 
     A model that opens a call can then only name one of the tools; arguments of those that are not
     strict are any JSON object.
 
-    Args:
-        frame: what is around a call's arguments.
-
     Raises:
-        ToolsError: the schemas are too long, or hold what JSON cannot.
+        ToolsError: a schema cannot be held, or they are too long together.
     """
-    if not any(tool.strict for tool in choice.tools):
-        return None
-    tags = [
-        {
-            "type": "tag",
-            "begin": frame.begin.replace("NAME", tool.name),
-            "content": _json_format(tool.schema if tool.strict else {"type": "object"}),
-            "end": frame.end,
-        }
-        for tool in choice.tools
-    ]
-    form = {
-        "type": "triggered_tags",
-        "triggers": [frame.trigger],
-        "tags": tags,
-        "stop_after_first": max_calls == 1,
-    }
-    return _made({"structural_tag": {"type": "structural_tag", "format": form}})
+    tools = [tool.held() if tool.strict else tool for tool in choice.tools]
+    inner = form.make(tools, max_calls == 1)
+    return _made({"structural_tag": {"type": "structural_tag", "format": inner}})
 
 
 def behind_reasoning(

@@ -7,11 +7,13 @@ grammar library makes of a schema: that is found where it is compiled.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import RequestError
+from engine.types.json_schema import held_schema
 from engine.types.sampling_checks import short
+from engine.types.schema_values import SchemaError
 
 MAX_TOOLS = 128
 """Most tools of one request."""
@@ -47,6 +49,23 @@ class Tool:
     """Whether arguments must fit the schema even where the model is free to call or not."""
     definition: dict[str, Any]
     """As it was given, for the chat template."""
+    place: str = "tools"
+    """Where the request has its schema, such as `tools[0].function.parameters`."""
+
+    def held(self) -> "Tool":
+        """The tool with the schema that a grammar can hold its arguments to.
+
+        Raises:
+            ToolsError: a part of the schema cannot be held; names its place.
+        """
+        try:
+            schema = held_schema(self.schema)
+        except SchemaError as error:
+            raise ToolsError(
+                f"{error.message}; or let calls be free (tool_choice auto, without strict)",
+                param=f"{self.place}{error.path}",
+            ) from error
+        return replace(self, schema=schema)
 
 
 def check_tools(tools: object) -> list[Tool]:
@@ -107,9 +126,11 @@ def _check_tool(tool: object, where: str) -> Tool:
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise ToolsError(f"must be true or false, got {short(strict)}", param=f"{where}.strict")
-    schema = _check_schema(function.get("parameters"), f"{where}.parameters")
+    place = f"{where}.parameters"
+    schema = _check_schema(function.get("parameters"), place)
     given = {key: value for key, value in function.items() if value is not None}
-    return Tool(name, schema, bool(strict), {"type": "function", "function": given})
+    definition = {"type": "function", "function": given}
+    return Tool(name, schema, bool(strict), definition, place)
 
 
 def _check_schema(schema: object, where: str) -> dict[str, Any]:

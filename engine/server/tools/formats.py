@@ -5,7 +5,7 @@ Names are vLLM's. `CALL_FORMATS` is the whole list.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.errors import ConfigError
 from engine.server.tools.call_parser import CallParser
@@ -14,17 +14,14 @@ from engine.server.tools.json_calls import JsonCallParser, JsonSyntax
 from engine.server.tools.pieces import new_call_id, new_short_call_id
 from engine.server.tools.pythonic import PythonicCallParser
 from engine.server.tools.qwen_xml import QwenXmlCallParser
+from engine.server.tools.strict_forms import (
+    StrictForm,
+    bare,
+    listed,
+    tagged,
+    xml_parameters,
+)
 from engine.server.tools.template import TemplateFacts
-
-
-class CallFrame(NamedTuple):
-    """What is around a call's arguments."""
-
-    trigger: str
-    """What only a call begins with; `begin` starts with it."""
-    begin: str
-    """With NAME for the function's name."""
-    end: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +33,14 @@ class CallFormat:
         tags: texts that its parser looks for; some are special tokens of some models.
         make: makes a parser of the tools and of `CallParser`'s options.
         new_id: makes ids of calls, as the family's templates want them.
-        frame: what is around a call's arguments, where a grammar can hold the model to it amid
-            free text; None where it cannot.
+        strict: how a grammar holds calls amid free text to their schemas; None where none can.
     """
 
     name: str
     tags: tuple[str, ...]
     make: Callable[..., CallParser]
     new_id: Callable[[], str] = new_call_id
-    frame: CallFrame | None = None
+    strict: StrictForm | None = None
 
     def new_parser(
         self,
@@ -78,19 +74,21 @@ def _pythonic(name: str, tags: tuple[str, str] | None = None) -> CallFormat:
 
 
 _HERMES = JsonSyntax(prefixes=("<tool_call>",), end_tag="</tool_call>")
-_HERMES_FRAME = CallFrame(
+_HERMES_STRICT = tagged(
     "<tool_call>", '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"
 )
 _LLAMA = JsonSyntax(prefixes=("<|python_tag|>",), is_bare=True)
+_LLAMA_STRICT = bare("parameters", "; ", excludes=("<|python_tag|>",))
+_GRANITE_20B = JsonSyntax(prefixes=("<function_call>",))
 _QWEN_XML_TAGS = ("<tool_call>", "</tool_call>", "<function=")
 
 CALL_FORMATS: dict[str, CallFormat] = {
     one.name: one
     for one in (
-        _json("hermes", _HERMES, frame=_HERMES_FRAME),
-        _json("qwen3_json", _HERMES, frame=_HERMES_FRAME),
-        _json("llama3_json", _LLAMA),
-        _json("llama4_json", _LLAMA),
+        _json("hermes", _HERMES, strict=_HERMES_STRICT),
+        _json("qwen3_json", _HERMES, strict=_HERMES_STRICT),
+        _json("llama3_json", _LLAMA, strict=_LLAMA_STRICT),
+        _json("llama4_json", _LLAMA, strict=_LLAMA_STRICT),
         _json(
             "mistral",
             JsonSyntax(prefixes=("[TOOL_CALLS]",), names_first=True),
@@ -100,13 +98,18 @@ CALL_FORMATS: dict[str, CallFormat] = {
         _json(
             "phi4_mini_json",
             JsonSyntax(prefixes=("functools", "<|tool_call|>"), end_tag="<|/tool_call|>"),
+            strict=listed("functools", excludes=("<|tool_call|>",)),
         ),
-        _json("granite-20b-fc", JsonSyntax(prefixes=("<function_call>",))),
-        _json("json", JsonSyntax(is_bare=True)),
+        _json(
+            "granite-20b-fc",
+            _GRANITE_20B,
+            strict=tagged("<function_call>", '<function_call>{"name": "NAME", "arguments": ', "}"),
+        ),
+        _json("json", JsonSyntax(is_bare=True), strict=bare("arguments", "; ")),
         _pythonic("pythonic"),
         _pythonic("llama4_pythonic", ("<|python_start|>", "<|python_end|>")),
-        CallFormat("qwen3_coder", _QWEN_XML_TAGS, QwenXmlCallParser),
-        CallFormat("qwen3_xml", _QWEN_XML_TAGS, QwenXmlCallParser),
+        CallFormat("qwen3_coder", _QWEN_XML_TAGS, QwenXmlCallParser, strict=xml_parameters()),
+        CallFormat("qwen3_xml", _QWEN_XML_TAGS, QwenXmlCallParser, strict=xml_parameters()),
     )
 }
 """Every form of calls by name."""

@@ -102,6 +102,10 @@ class JsonCallParser(CallParser):
                 return self._take()
         return super().feed(text)
 
+    @property
+    def _is_open(self) -> bool:
+        return self._at is _At.ARGUMENTS
+
     def _step(self, *, is_final: bool) -> bool:
         before = (self._at, len(self._buffer))
         _STEPS[self._at](self)

@@ -17,9 +17,11 @@ generate or stream: routes do, in this order:
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from engine.frontend.chat_template import check_messages
+from engine.log import get_logger
 from engine.server.reasoning.registry import ReasoningFormat, find_reasoning_format
 from engine.server.tools.call_parser import CallParser
 from engine.server.tools.chat_output import ChatOutputParser
@@ -32,6 +34,8 @@ from engine.server.tools.pieces import new_call_id
 from engine.server.tools.template import TemplateFacts, read_template
 from engine.server.tools.whole_output import NamedCallParser, RequiredCallParser
 from engine.types.structured_outputs import StructuredOutputsParams
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,16 @@ class ChatPlan:
     reads_calls: bool
     max_calls: int | None
     include_reasoning: bool
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """The request's fields by the engine's names, where tools gave the answer its form."""
+        if self.constraint is None or not self.reads_calls:
+            return {}
+        is_named = self.choice.mode is Mode.NAMED
+        place = self.choice.tools[0].place if is_named else "tools"
+        kinds = ("", ".json", ".structural_tag")
+        return {f"structured_outputs{kind}": place for kind in kinds}
 
     def new_call_parser(self) -> CallParser:
         """A fresh parser of the calls of one answer."""
@@ -175,11 +189,13 @@ class OutputPlan:
     def finish_reason(self, reason: str | None, parser: ChatOutputParser) -> str | None:
         """What OpenAI's API calls the end: `tool_calls` where the model stopped having called.
 
-        `stop` for a named function, which not the model decided on; whatever else ended the answer
-        (length, error, abort) is passed on, also amid a call.
+        `stop` for a named function, which not the model decided on, and where a stop string broke
+        the last call off amid its arguments: it is reported as far as it came, but is none to run.
+        Whatever else ended the answer (length, error, abort) is passed on, also amid a call.
         """
         has_decided = parser.has_calls and self.plan.choice.mode is not Mode.NAMED
-        return "tool_calls" if has_decided and reason == "stop" else reason
+        is_called = has_decided and not parser.is_within_call
+        return "tool_calls" if is_called and reason == "stop" else reason
 
 
 def plan_chat(
@@ -245,11 +261,25 @@ def _constraint(
 ) -> StructuredOutputsParams | None:
     """The form that the choice of tools gives the output."""
     calls = formats.calls
-    if choice.mode is not Mode.AUTO or calls is None or calls.frame is None:
+    if choice.mode is not Mode.AUTO or calls is None:
         return constraint_of(choice, max_calls=max_calls)
-    if not formats.special_tokens.isdisjoint(calls.tags):
-        return None  # no grammar can ask for special tokens
-    return strict_calls(choice, calls.frame, max_calls=max_calls)
+    if not any(tool.strict for tool in choice.tools):
+        return None
+    if calls.strict is None or calls.strict.trigger in formats.special_tokens:
+        _warn_that_strict_is_not_held(calls.name)
+        return None
+    return strict_calls(choice, calls.strict, max_calls=max_calls)
+
+
+@lru_cache
+def _warn_that_strict_is_not_held(form: str) -> None:
+    """Say once for each form of calls what cannot be said in an answer."""
+    _log.warning(
+        "a request has strict tools and tool_choice auto, but with this model calls of the form "
+        "%s cannot be held to their schemas amid free text; clients should check arguments, or "
+        "set tool_choice to required or a function",
+        form,
+    )
 
 
 def _check_together(

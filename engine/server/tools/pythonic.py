@@ -51,6 +51,10 @@ class PythonicCallParser(CallParser):
         self._scanner = BalanceScanner("\"'", "[]{}()")
         self._num_scanned = 0
 
+    @property
+    def _is_open(self) -> bool:
+        return False  # calls are reported when they are complete
+
     def _step(self, *, is_final: bool) -> bool:
         before = (self._at, len(self._buffer))
         if self._at is _At.BEGINNING:

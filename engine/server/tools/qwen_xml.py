@@ -58,6 +58,10 @@ class QwenXmlCallParser(CallParser):
         self._num_parameters = 0
         self._num_searched = 0
 
+    @property
+    def _is_open(self) -> bool:
+        return self._at in (_At.PARAMETERS, _At.VALUE)
+
     def _step(self, *, is_final: bool) -> bool:
         before = (self._at, len(self._buffer))
         _STEPS[self._at](self)

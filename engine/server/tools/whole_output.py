@@ -17,6 +17,10 @@ class NamedCallParser(CallParser):
         super().__init__(**options)
         self._name = name
 
+    @property
+    def _is_open(self) -> bool:
+        return False  # it cannot be told: the function may take anything
+
     def _step(self, *, is_final: bool) -> bool:
         if not self._num_seen:
             self._skip_space()

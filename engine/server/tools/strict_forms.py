@@ -1,0 +1,194 @@
+"""How calls amid free text are held to their schemas, form by form, as structural tags.
+
+Knows xgrammar's structural tags and how each family writes its calls. What a parser beside this
+file would take for a call is either one that fits, or is not let through at all. Forms that are not
+here (Python's), and those that begin with a special token, cannot be held.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.server.tools.definitions import NO_PARAMETERS, Tool, ToolsError
+from engine.types.expression_parser import parse
+from engine.types.grammar_messages import MAX_WHITESPACE
+from engine.types.regular_expression import others, restricted, written
+
+Form = dict[str, Any]
+_ANY_OBJECT: Form = {"type": "object"}
+_NO_ANGLE = others(((ord("<"), ord("<")),))
+
+
+@dataclass(frozen=True, slots=True)
+class StrictForm:
+    """One family's calls as a structural tag's format.
+
+    Attributes:
+        trigger: what calls begin with; must be no special token. Empty: they begin the answer.
+        make: from tools (schemas as they are held), and whether one call is the most, to a format.
+    """
+
+    trigger: str
+    make: Callable[[Sequence[Tool], bool], Form]
+
+
+def tagged(trigger: str, begin: str, end: str) -> StrictForm:
+    """Each call on its own behind a tag.
+
+    Args:
+        begin: up to the arguments, with NAME for the function's name; starts with the trigger.
+        end: what follows the arguments.
+    """
+
+    def make(tools: Sequence[Tool], is_single: bool) -> Form:
+        return _triggered([trigger], [_call(tool, begin, end) for tool in tools], is_single)
+
+    return StrictForm(trigger, make)
+
+
+def listed(trigger: str, excludes: tuple[str, ...] = ()) -> StrictForm:
+    """A list of calls behind a word; what is excluded could begin a call otherwise."""
+
+    def make(tools: Sequence[Tool], is_single: bool) -> Form:
+        calls = [_call(tool, '{"name": "NAME", "arguments": ', "}") for tool in tools]
+        content = _separated(calls, ", ", is_single)
+        tag = {"type": "tag", "begin": f"{trigger}[", "content": content, "end": "]"}
+        return _triggered([trigger], [tag], is_single) | {"excludes": list(excludes)}
+
+    return StrictForm(trigger, make)
+
+
+def bare(key: str, separator: str, excludes: tuple[str, ...] = ()) -> StrictForm:
+    """Calls that are the whole answer; any other begins neither with a bracket nor with a tag.
+
+    Args:
+        key: of the arguments.
+        separator: between calls.
+    """
+
+    def make(tools: Sequence[Tool], is_single: bool) -> Form:
+        calls = [_call(tool, f'{{"name": "NAME", "{key}": ', "}") for tool in tools]
+        text = [
+            {"type": "regex", "pattern": r"[^\s{\[<]"},
+            {"type": "any_text", "excludes": list(excludes)},
+        ]
+        sequence = {"type": "sequence", "elements": text}
+        return {"type": "or", "elements": [_separated(calls, separator, is_single), sequence]}
+
+    return StrictForm("", make)
+
+
+def xml_parameters() -> StrictForm:
+    """Functions and parameters as tags, as Qwen3-Coder writes them."""
+
+    def make(tools: Sequence[Tool], is_single: bool) -> Form:
+        tags = []
+        for tool in tools:
+            content = _xml_arguments(tool)
+            for around, end in (("<tool_call>\n", "\n</tool_call>"), ("", "")):
+                begin = f"{around}<function={tool.name}>\n"
+                closing = f"</function>{end}"
+                tags.append({"type": "tag", "begin": begin, "content": content, "end": closing})
+        return _triggered(["<tool_call>", "<function="], tags, is_single)
+
+    return StrictForm("<tool_call>", make)
+
+
+def _call(tool: Tool, begin: str, end: str) -> Form:
+    schema = tool.schema if tool.strict else _ANY_OBJECT
+    return {
+        "type": "tag",
+        "begin": begin.replace("NAME", tool.name),
+        "content": {
+            "type": "json_schema",
+            "json_schema": schema,
+            "max_whitespace_cnt": MAX_WHITESPACE,
+        },
+        "end": end,
+    }
+
+
+def _triggered(triggers: list[str], tags: list[Form], is_single: bool) -> Form:
+    return {
+        "type": "triggered_tags",
+        "triggers": triggers,
+        "tags": tags,
+        "stop_after_first": is_single,
+    }
+
+
+def _separated(tags: list[Form], separator: str, is_single: bool) -> Form:
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": is_single,
+    }
+
+
+def _xml_arguments(tool: Tool) -> Form:
+    """The parameters between a function's tags, in their schema's order."""
+    if not tool.strict:
+        return {"type": "any_text", "excludes": ["</function>", "<tool_call>", "</tool_call>"]}
+    schema = tool.schema
+    is_plain = "properties" in schema or schema == NO_PARAMETERS
+    if not is_plain or schema.get("additionalProperties") or schema.get("patternProperties"):
+        raise ToolsError(
+            "a strict function of this model's form of calls needs its parameters in 'properties'",
+            param=tool.place,
+        )
+    for keyword in ("minProperties", "maxProperties"):
+        if keyword in schema:
+            raise ToolsError(
+                "cannot be held in this model's form of calls; leave it out",
+                param=f"{tool.place}.{keyword}",
+            )
+    elements: list[Form] = []
+    for name, one in schema.get("properties", {}).items():
+        element: Form = {
+            "type": "tag",
+            "begin": f"<parameter={name}>\n",
+            "content": _xml_value(one, schema, f"{tool.place}.properties.{name}"),
+            "end": "\n</parameter>\n",
+        }
+        if name not in schema.get("required", []):
+            element = {"type": "optional", "content": element}
+        elements.append(element)
+    return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
+
+
+def _xml_value(schema: Form, root: Form, place: str) -> Form:
+    """A parameter's text: a string as it is, everything else as JSON."""
+    if set(place.rsplit(".", 1)[-1]) & set("<>\n"):
+        raise ToolsError("a parameter's name cannot have '<', '>' or line ends", param=place)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if values is not None and all(isinstance(value, str) for value in values):
+        if any("<" in value or value != value.strip("\n") for value in values):
+            raise ToolsError("a value cannot have '<', nor line ends around it", param=place)
+        texts = [{"type": "const_string", "value": value} for value in values]
+        return texts[0] if len(texts) == 1 else {"type": "or", "elements": texts}
+    if schema.get("type") == "string" and values is None:
+        return _xml_text(schema, place)
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {
+        "type": "json_schema",
+        "json_schema": definitions | schema,
+        "max_whitespace_cnt": 1,
+    }
+
+
+def _xml_text(schema: Form, place: str) -> Form:
+    """Text of a pattern, or of a length, has no angle bracket, so that its end is where it ends."""
+    pattern = schema.get("pattern")
+    if pattern is None and not {"minLength", "maxLength"} & schema.keys():
+        return {"type": "any_text", "excludes": ["</parameter>", "</function>"]}
+    if pattern is None:
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        # No line end at either side: one is taken off when the text is read.
+        pattern = rf"[^<\n]{{{least},{most}}}"
+    node = restricted(parse(pattern), _NO_ANGLE)
+    text = "" if node is None else written(node)
+    if not text:
+        raise ToolsError("the pattern cannot be held: it needs a '<'", param=place)
+    return {"type": "regex", "pattern": text}
