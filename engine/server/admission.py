@@ -1,7 +1,9 @@
 """Whether there is room for a request to wait: `--max-num-queued-reqs`, `--max-num-queued-tokens`.
 
-What waits is what this frontend has sent to the core and no step has admitted yet, and what routes
-have been promised room for. Knows no HTTP: what is refused is an error of the engine's tree.
+What waits is what has been sent to the core and no step has admitted yet, and what routes have been
+promised room for, less what the engine can take in at its next step: a burst that fits into its
+free places waits for nobody. Of several frontends, all count. Knows no HTTP: what is refused is an
+error of the engine's tree.
 """
 
 import math
@@ -11,20 +13,31 @@ from typing import Any, NamedTuple
 
 from engine.api.async_llm import AsyncLLM
 from engine.errors import PromptError, QueueFullError
+from engine.frontend.queue_counter import QueueCounter
 from engine.server.config import ServerConfig
+from engine.server.queue_board import QueueBoard
 
 _LEAST_RETRY_S = 1
 _MOST_RETRY_S = 60
 
 
 class _Limit(NamedTuple):
-    """One of the two settings."""
+    """One of the two settings, and how things stand."""
 
     flag: str
     noun: str
     measure: str
     """The counter's argument that it limits."""
     most: int
+    """That may wait."""
+    waiting: int
+    """Those before this request, wherever they are."""
+    own: int
+    """The part of them that is this frontend's."""
+    free: int
+    """Of them and this request, so much is taken in at once."""
+    most_free: int
+    """The same of an engine that has nothing to do."""
 
 
 class Reservation:
@@ -52,18 +65,17 @@ class Reservation:
         """
         self._admission.check_tokens(num_tokens, self._arrived)
         self.num_tokens += num_tokens
-        self._admission.num_reserved_tokens += num_tokens
+        self._admission.keep(num_tokens=num_tokens)
 
     def hand_over(self, num_requests: int, num_tokens: int) -> None:
         """Give back the room of so many that have been sent: the queue counts them now."""
         self.num_requests -= num_requests
         self.num_tokens -= num_tokens
-        self._admission.num_reserved -= num_requests
-        self._admission.num_reserved_tokens -= num_tokens
+        self._admission.keep(-num_requests, num_tokens=-num_tokens)
 
 
 class Admission:
-    """Decides for one frontend; all or nothing for the sequences of one HTTP request.
+    """Decides on requests; all or nothing for the sequences of one HTTP request.
 
     with state.admission.reserve(num_prompts * n) as room:
         prompts = [tokenise(…), …]
@@ -71,6 +83,10 @@ class Admission:
         for prompt in prompts:
             streams.append(await engine.submit(prompt, …))
             room.hand_over(n, n * len(prompt.token_ids))
+
+    Attributes:
+        num_reserved: sequences that have been promised room, and are not yet sent.
+        num_reserved_tokens: tokens of their prompts, as far as they are known.
     """
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
@@ -79,6 +95,14 @@ class Admission:
         self._max_tokens = config.max_num_queued_tokens
         self.num_reserved = 0
         self.num_reserved_tokens = 0
+        attachment = engine.attachment
+        self._index = 0 if attachment is None else attachment.client_index
+        self._num_frontends = 1 if attachment is None else config.api_server_count
+        self._board: QueueBoard | None = None
+        if attachment is not None and config.limits_queue:
+            self._board = QueueBoard(attachment.directory, self._num_frontends)
+            self._board.clear(self._index)
+            self._row = self._board.row(self._index)
 
     @contextmanager
     def reserve(self, num_requests: int, **arrived: Any) -> Iterator[Reservation]:
@@ -86,7 +110,7 @@ class Admission:
 
         Args:
             num_requests: prompts, each as often as it has samples.
-            **arrived: who asks, for metrics and traces: see `LLMEngine.counting_rejections`.
+            **arrived: who asks, for metrics and traces: see `RequestIntake.counting_rejections`.
 
         Raises:
             QueueFullError: there is no room now.
@@ -94,47 +118,93 @@ class Admission:
         """
         self.check_requests(num_requests, arrived)
         room = Reservation(self, num_requests, arrived)
-        self.num_reserved += num_requests
+        self.keep(num_requests)
         try:
             yield room
         finally:
-            self.num_reserved -= room.num_requests
-            self.num_reserved_tokens -= room.num_tokens
+            self.keep(-room.num_requests, num_tokens=-room.num_tokens)
+
+    def keep(self, num_requests: int = 0, *, num_tokens: int = 0) -> None:
+        """So much more, or less, has been promised room."""
+        self.num_reserved += num_requests
+        self.num_reserved_tokens += num_tokens
+        if self._board is not None:
+            self._row[2], self._row[3] = self.num_reserved, self.num_reserved_tokens
 
     def check_requests(self, num_requests: int, arrived: Mapping[str, Any]) -> None:
         """Refuse where so many more sequences would be too many."""
         if self._max_requests is not None:
-            waiting = self._engine.llm_engine.queue.num_requests + self.num_reserved
-            limit = _Limit("--max-num-queued-reqs", "requests", "num_requests", self._max_requests)
-            self._check(limit, waiting, num_requests, arrived)
+            queue, elsewhere = self._queue, self._elsewhere[0]
+            limit = _Limit(
+                "--max-num-queued-reqs",
+                "requests",
+                "num_requests",
+                self._max_requests,
+                waiting=queue.num_requests + self.num_reserved + elsewhere,
+                own=queue.num_requests + self.num_reserved,
+                free=queue.num_free_places(self._max_num_seqs),
+                most_free=self._max_num_seqs,
+            )
+            self._check(limit, num_requests, arrived)
 
     def check_tokens(self, num_tokens: int, arrived: Mapping[str, Any]) -> None:
         """Refuse where so many more prompt tokens would be too many."""
         if self._max_tokens is not None:
-            waiting = self._engine.llm_engine.queue.num_tokens + self.num_reserved_tokens
+            queue, elsewhere = self._queue, self._elsewhere[1]
+            budget = self._engine.llm_engine.ready.max_num_batched_tokens
+            has_place = queue.num_free_places(self._max_num_seqs) > 0
             limit = _Limit(
-                "--max-num-queued-tokens", "prompt tokens", "num_tokens", self._max_tokens
+                "--max-num-queued-tokens",
+                "prompt tokens",
+                "num_tokens",
+                self._max_tokens,
+                waiting=queue.num_tokens + self.num_reserved_tokens + elsewhere,
+                own=queue.num_tokens + self.num_reserved_tokens,
+                free=queue.num_free_tokens(budget) if has_place else 0,
+                most_free=budget,
             )
-            self._check(limit, waiting, num_tokens, arrived)
+            self._check(limit, num_tokens, arrived)
 
-    def _check(self, limit: _Limit, waiting: int, more: int, arrived: Mapping[str, Any]) -> None:
-        """Refuse `more` where `waiting` and they are more than may wait."""
-        excess = waiting + more - limit.most
+    @property
+    def _queue(self) -> QueueCounter:
+        queue = self._engine.llm_engine.queue
+        if self._board is not None and queue.shown is None:
+            queue.shown = self._row
+        return queue
+
+    @property
+    def _elsewhere(self) -> tuple[int, int]:
+        """Sequences and tokens that wait at other frontends."""
+        return (0, 0) if self._board is None else self._board.others(self._index)
+
+    @property
+    def _max_num_seqs(self) -> int:
+        return self._engine.config.scheduler.max_num_seqs
+
+    def _check(self, limit: _Limit, more: int, arrived: Mapping[str, Any]) -> None:
+        """Refuse `more` where with those before them more would wait than may."""
+        excess = limit.waiting + more - limit.free - limit.most
         if excess <= 0:
             return
-        engine = self._engine.llm_engine
-        with engine.counting_rejections(**arrived):
-            if more > limit.most:
+        with self._engine.llm_engine.counting_rejections(**arrived):
+            if more > limit.most + limit.most_free:
                 raise PromptError(
-                    f"the request alone has {more} {limit.noun}, and at most {limit.most} may wait "
-                    f"({limit.flag}): split it."
+                    f"the request alone has {more} {limit.noun}; at most {limit.most} may wait "
+                    f"({limit.flag}), and an idle engine takes {limit.most_free} in at once: "
+                    "split it."
                 )
-            wait_s = engine.queue.seconds_until_gone(**{limit.measure: excess})
-            retry_after_s = _MOST_RETRY_S if wait_s is None else math.ceil(wait_s)
-            retry_after_s = min(max(retry_after_s, _LEAST_RETRY_S), _MOST_RETRY_S)
+            retry_after_s = self._retry_after_s(limit, excess)
+            waiting = max(0, limit.waiting - limit.free)
             raise QueueFullError(
                 f"the queue is full: {waiting} {limit.noun} wait, with this request's {more} it "
-                f"would be {waiting + more}, and at most {limit.most} may ({limit.flag}); try "
+                f"would be {limit.most + excess}, and at most {limit.most} may ({limit.flag}); try "
                 f"again in {retry_after_s} s.",
                 retry_after_s=retry_after_s,
             )
+
+    def _retry_after_s(self, limit: _Limit, excess: int) -> int:
+        """When so much of what waits will have left, within what a client can be told."""
+        # The rate is known of what this frontend sends; the engine takes all in turn.
+        share = limit.own / limit.waiting if limit.own else 1 / self._num_frontends
+        wait_s = self._queue.seconds_until_gone(**{limit.measure: excess * share})
+        return min(max(math.ceil(wait_s), _LEAST_RETRY_S), _MOST_RETRY_S)

@@ -15,7 +15,6 @@ import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.api.async_llm import AsyncLLM
 from engine.errors import ConfigError, EngineDeadError, IsinglassError
 from engine.log import get_logger
 from engine.server.errors import ApiError
@@ -60,8 +59,8 @@ async def ask_engine(request: Request, call: Coroutine[Any, Any, T]) -> T:
     Raises:
         ApiError: 409, it cannot be done now; 503, the engine is not there; 504, it does not answer.
     """
-    state = request.app.state
-    before: asyncio.Task[Any] | None = getattr(state, "control_call", None)
+    server = server_of(request)
+    before = server.control_call
     if before is not None and not before.done():
         call.close()
         raise ApiError(
@@ -69,7 +68,7 @@ async def ask_engine(request: Request, call: Coroutine[Any, Any, T]) -> T:
             "another call to the engine core is under way; if that lasts, the core hangs",
             headers={"Retry-After": "1"},
         )
-    task = state.control_call = asyncio.create_task(call, name="control call")
+    task = server.control_call = asyncio.create_task(call, name="control call")
     done, _ = await asyncio.wait([task], timeout=CALL_TIMEOUT_S)
     if not done:
         task.add_done_callback(_look_at)
@@ -126,11 +125,11 @@ async def profile_status(request: Request) -> dict[str, Any]:
 @router.post("/start_trace")
 async def start_trace(request: Request) -> dict[str, Any]:
     """Record every step and request from now on, into a new run folder below --trace-dir (runs
-    in the server's folder without it). 409: a recording is being written already."""
-    engine = ready_server(request).engine
-    _refuse_one_of_several(engine)
+    in the server's folder without it); of several frontends, all that answer write their part into
+    it. 409: a recording is being written already."""
+    recording = ready_server(request).recording
     try:
-        return {"run_dir": await ask_engine(request, engine.start_trace())}
+        return await ask_engine(request, recording.start())
     except ConfigError as error:  # no setting of this client's
         raise ApiError(500, str(error)) from error
 
@@ -138,27 +137,10 @@ async def start_trace(request: Request) -> dict[str, Any]:
 @router.post("/stop_trace")
 async def stop_trace(request: Request) -> dict[str, Any]:
     """End the recording; `isinglass trace summary RUN_DIR` reads it. 409: there is none."""
-    engine = ready_server(request).engine
-    _refuse_one_of_several(engine)
-    run_dir = await ask_engine(request, engine.stop_trace())
-    if run_dir is None:
+    told = await ask_engine(request, ready_server(request).recording.stop())
+    if told is None:
         raise ApiError(409, "nothing is being recorded; /start_trace begins a recording")
-    return {"run_dir": run_dir}
-
-
-def _refuse_one_of_several(engine: AsyncLLM) -> None:
-    """A recording that lacks the other frontends' requests would not be true.
-
-    Raises:
-        ApiError: 409, there are several frontends.
-    """
-    if engine.attachment is not None:
-        raise ApiError(
-            409,
-            "of several frontends (--api-server-count), one cannot record for all: start the "
-            "server with --trace-dir, which records every process from the start",
-            code="several_frontends",
-        )
+    return told
 
 
 @router.post("/reset_prefix_cache")

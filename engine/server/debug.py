@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from engine.errors import EngineDeadError
 from engine.server.control import ask_engine, ready_server
 from engine.server.errors import ApiError
 from engine.server.observe import Observation
+from engine.server.peers import Peers
 from engine.server.request_story import (
     exchange_fields,
     report_fields,
@@ -45,52 +46,63 @@ MAX_LISTED = 1000
 _MIN_FLIGHT_INTERVAL_S = 1.0
 _NUM_FLIGHT_STEPS = 32
 _NUM_IDS_NAMED = 8
+_UNDER_WAY = 1 << 62
+"""Added to the time of what has not ended, which comes behind all that has."""
 
 
 @router.get("/requests")
 async def list_requests(
     request: Request, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50
 ) -> dict[str, Any]:
-    """Requests under way, and the last ones that have ended, each with where its time went."""
-    unfinished, finished = _timelines(server_of(request))
-    exchanges = _observation(request).exchanges()
-    return {
-        "unfinished": [timeline_fields(one) for one in unfinished[:MAX_LISTED]],
-        "finished": [timeline_fields(one) for one in finished[-limit:]],
-        "http": [exchange_fields(one) for one in exchanges[-limit:]],
+    """Requests under way, and the last ones that have ended, each with where its time went; of
+    several frontends, all that answer are asked."""
+    server = server_of(request)
+    own = listed_requests(server, _observation(request), limit)
+    if server.peers is None:
+        return {kind: fields_in_order(pairs) for kind, pairs in own.items()}
+    others = await server.peers.ask("requests", limit)
+    told = {server.peers.index: own, **others.by_index}
+    lengths = {"unfinished": MAX_LISTED, "finished": limit, "http": limit}
+    merged: dict[str, Any] = {
+        kind: fields_in_order(
+            (order, fields | {"frontend": index})
+            for index, lists in told.items()
+            for order, fields in lists[kind]
+        )[-length:]
+        for kind, length in lengths.items()
     }
+    return merged | {"frontends": answered(told, others.silent)}
 
 
 @router.get("/requests/{request_id:path}")
 async def show_request(request: Request, request_id: str) -> Response:
     """All that is known of a request, by its X-Request-Id or by an id of the engine's: the HTTP
-    exchange, and for each sequence its intervals, steps, and why it waited. As a table for
-    `Accept: text/plain`."""
+    exchange, and for each sequence its intervals, steps, and why it waited; of several frontends,
+    all that answer are asked. As a table for `Accept: text/plain`."""
     server, observation = server_of(request), _observation(request)
-    exchanges = observation.find(request_id)
-    ids = {request_id}.union(*(one.ids for one in exchanges))
-    unfinished, finished = _timelines(server)
-    found = [one for one in (*finished, *unfinished) if _belongs(one, ids)]
-    if not found and not exchanges:
-        raise ApiError(404, _unknown(request_id, observation), code="request_not_found")
-    reports: list[RequestReport] = []
-    observer = server.engine.observer
-    if found:
-        assert observer is not None
-        history = observer.history
-        names = server.engine.llm_engine.output_processor.names_by_num()
-        # Each is a walk through thousands of steps.
-        reports = await asyncio.to_thread(
-            lambda: [report_request(one, history, names) for one in found]
+    as_text = request.headers.get("accept", "").startswith("text/plain")
+    if server.peers is None:
+        told, silent = {0: await told_of(server, observation, request_id, as_text)}, ()
+    else:
+        own, others = await asyncio.gather(
+            told_of(server, observation, request_id, as_text),
+            server.peers.ask("request", request_id, as_text),
         )
-    if request.headers.get("accept", "").startswith("text/plain"):
-        return PlainTextResponse(story_text(exchanges, reports))
-    return JSONResponse(
-        {
-            "http": [exchange_fields(one) for one in exchanges],
-            "sequences": [report_fields(one) for one in reports],
-        }
-    )
+        told, silent = {server.peers.index: own, **others.by_index}, others.silent
+    found = {index: one for index, one in told.items() if one["http"] or one["sequences"]}
+    if not found:
+        last_ids = [one for answer in told.values() for one in answer["last_ids"]]
+        raise ApiError(404, _unknown(request_id, last_ids, silent), code="request_not_found")
+    if as_text:
+        text = "\n".join(one["text"] for one in found.values())
+        return PlainTextResponse(text + f"\n{missing(silent)}\n" if silent else text)
+    if server.peers is None:
+        return JSONResponse({kind: found[0][kind] for kind in ("http", "sequences")})
+    merged = {
+        kind: [fields | {"frontend": index} for index, one in found.items() for fields in one[kind]]
+        for kind in ("http", "sequences")
+    }
+    return JSONResponse(merged | {"frontends": answered(told, silent)})
 
 
 @router.get("/flight")
@@ -98,13 +110,14 @@ async def show_request(request: Request, request_id: str) -> Response:
 async def dump_flight_record(request: Request, download: bool = False) -> Response:
     """Have the core write its last steps to a file, and tell of them; `?download=1` answers with
     the file itself, for `isinglass flight show`. At most one a second."""
-    server, state = ready_server(request), request.app.state
+    server = ready_server(request)
     now_s = time.monotonic()
-    if now_s - getattr(state, "flight_record_s", -_MIN_FLIGHT_INTERVAL_S) < _MIN_FLIGHT_INTERVAL_S:
+    last_s = server.flight_record_s
+    if last_s is not None and now_s - last_s < _MIN_FLIGHT_INTERVAL_S:
         raise ApiError(
             429, "at most one flight record a second is written", headers={"Retry-After": "1"}
         )
-    state.flight_record_s = now_s
+    server.flight_record_s = now_s
     try:
         path = Path(await ask_engine(request, server.engine.dump_flight_record()))
     except EngineDeadError as error:  # its message names the record of the core's end
@@ -120,9 +133,80 @@ async def show_stacks(request: Request) -> PlainTextResponse:
     return PlainTextResponse("\n".join(_stacks()))
 
 
+def answer_peers(peers: Peers, server: ServerState, observation: Observation) -> None:
+    """Let the other frontends ask for what this one knows."""
+
+    async def requests(limit: int) -> dict[str, Any]:
+        return listed_requests(server, observation, limit)
+
+    async def request(request_id: str, as_text: bool) -> dict[str, Any]:
+        return await told_of(server, observation, request_id, as_text)
+
+    peers.answerers |= {"requests": requests, "request": request}
+
+
 def _observation(request: Request) -> Observation:
-    observation: Observation = request.app.state.observation
-    return observation
+    return server_of(request).observation
+
+
+def listed_requests(
+    server: ServerState, observation: Observation, limit: int
+) -> dict[str, list[tuple[int, dict[str, Any]]]]:
+    """This frontend's requests by kind, each behind the number that it is to be sorted by."""
+    unfinished, finished = _timelines(server)
+    exchanges = observation.exchanges()
+    return {
+        "unfinished": [(one.arrival_ns, timeline_fields(one)) for one in unfinished[:MAX_LISTED]],
+        "finished": [(one.end_ns, timeline_fields(one)) for one in finished[-limit:]],
+        "http": [
+            (one.end_ns if one.outcome else _UNDER_WAY + one.arrival_ns, exchange_fields(one))
+            for one in exchanges[-limit:]
+        ],
+    }
+
+
+async def told_of(
+    server: ServerState, observation: Observation, request_id: str, as_text: bool
+) -> dict[str, Any]:
+    """What this frontend knows of a request, which may be nothing: then it names the last ones."""
+    exchanges = observation.find(request_id)
+    ids = {request_id}.union(*(one.ids for one in exchanges))
+    unfinished, finished = _timelines(server)
+    found = [one for one in (*finished, *unfinished) if _belongs(one, ids)]
+    reports: list[RequestReport] = []
+    observer = server.engine.observer
+    if found:
+        assert observer is not None
+        history = observer.history
+        names = server.engine.llm_engine.output_processor.names_by_num()
+        # Each is a walk through thousands of steps.
+        reports = await asyncio.to_thread(
+            lambda: [report_request(one, history, names) for one in found]
+        )
+    return {
+        "http": [exchange_fields(one) for one in exchanges],
+        "sequences": [report_fields(one) for one in reports],
+        "text": story_text(exchanges, reports) if as_text and (exchanges or reports) else "",
+        "last_ids": [one.request_id for one in observation.exchanges()[-_NUM_IDS_NAMED:]],
+    }
+
+
+def fields_in_order(pairs: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
+    """The fields of pairs of a number and fields, by the number."""
+    return [fields for _, fields in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def answered(told: Iterable[int], silent: Sequence[int]) -> dict[str, Any]:
+    """Of several frontends, whose requests an answer has, and whose it lacks."""
+    fields: dict[str, Any] = {"answered": sorted(told), "silent": list(silent)}
+    return fields | {"note": missing(silent)} if silent else fields
+
+
+def missing(silent: Sequence[int]) -> str:
+    """What an answer lacks because these have not answered."""
+    names = ", ".join(map(str, silent))
+    frontends = f"frontend {names} has" if len(silent) == 1 else f"frontends {names} have"
+    return f"{frontends} not answered in time; what only they know is missing"
 
 
 def _timelines(server: ServerState) -> tuple[list[RequestTimeline], list[RequestTimeline]]:
@@ -148,13 +232,12 @@ def _belongs(timeline: RequestTimeline, ids: set[str]) -> bool:
     return False
 
 
-def _unknown(request_id: str, observation: Observation) -> str:
-    last = [one.request_id for one in observation.exchanges()[-_NUM_IDS_NAMED:]]
-    known = f"; the last ones were {', '.join(last)}" if last else ""
+def _unknown(request_id: str, last_ids: Sequence[str], silent: Sequence[int]) -> str:
+    known = f"; the last ones were {', '.join(last_ids)}" if last_ids else ""
+    rest = f". But {missing(silent)}" if silent else ""
     return (
         f"no request {request_id[:128]!r} is known: neither one under way nor one of the last "
-        f"thousand that have ended in this server process{known}. Where several frontends serve "
-        "(--api-server-count), another one may know it: ask again on a new connection"
+        f"thousand that have ended{known}{rest}"
     )
 
 

@@ -13,7 +13,7 @@ import socket
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError, IsinglassError
 from engine.log import configure, get_logger
 from engine.server.config import ServerConfig
+from engine.server.queue_board import QueueBoard
 from engine.transport.core_process import CoreProcess
 from engine.transport.interrupts import children_outlive_sigterm
 from engine.transport.mp_client import SyncMPClient
@@ -66,7 +67,7 @@ class Supervisor:
                 ),
                 timeout_s=process.engine_ready_timeout_s,
             )
-        self._core = self._client.core
+        self._core = cast(CoreProcess, self._client.core)  # as we have made it
         self._threads = ThreadPoolExecutor(num_frontends + 1, thread_name_prefix="waiting")
         self._frontends: dict[int, SpawnedProcess] = {}
         self._lives: dict[int, int] = dict.fromkeys(range(1, num_frontends + 1), 0)
@@ -86,7 +87,8 @@ class Supervisor:
             for index in self._lives:
                 self._start(index)
             watching = asyncio.gather(*[self._watch(index) for index in self._lives])
-            await asyncio.wait([ready, watching], return_when=asyncio.FIRST_COMPLETED)
+            first: list[asyncio.Future[Any]] = [ready, watching]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if not watching.done() and not self._is_stopping:
                 error = ready.exception()
                 self._is_ready = error is None
@@ -152,6 +154,8 @@ class Supervisor:
                 f"killed by signal {-code}" if code < 0 else f"exit code {code}",
             )
             try:
+                if self._config.limits_queue:
+                    QueueBoard(self._core.directory, len(self._lives)).clear(index)
                 self._client.detach_client(index)
             except EngineDeadError:
                 self._exit_codes.append(1)

@@ -296,16 +296,25 @@ def test_files_and_stream_over_http(server: ServerProcess) -> None:
                 async with session.get(f"{server.url}/{path}") as answer:
                     assert answer.status == 404, path
         async with aiohttp.ClientSession() as session:
-            answers = [await session.get(f"{server.url}/live/events") for _ in range(17)]
-            assert [one.status for one in answers] == [200] * 16 + [503]
-            assert "Retry-After" in answers[-1].headers
+            answers: list[aiohttp.ClientResponse] = []
+            async with asyncio.timeout(15):
+                while len(answers) < 16:  # those who have left are noticed at the next heartbeat
+                    one = await session.get(f"{server.url}/live/events")
+                    if one.status == 200:
+                        answers.append(one)
+                    else:
+                        await asyncio.sleep(0.2)
+            async with session.get(f"{server.url}/live/events") as refused:
+                assert refused.status == 503
+                assert "Retry-After" in refused.headers
             for one in answers:
                 one.close()
-        async with asyncio.timeout(5), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(15), aiohttp.ClientSession() as session:
             status = 503
             while status != 200:  # those who left have made room
                 async with session.get(f"{server.url}/live/events") as answer:
                     status = answer.status
+                await asyncio.sleep(0.1)
 
     asyncio.run(run())
 

@@ -1,15 +1,19 @@
-"""Several clients of one core: who gets what, who leaves, and what the metrics say."""
+"""Several clients of one core: who gets what, who leaves, and what the metrics say; and a server of
+two frontends, which is seen, recorded and limited as one."""
 
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from engine import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
@@ -18,9 +22,13 @@ from engine.server.metrics_share import MetricsShare
 from engine.transport.core_process import CoreProcess
 from engine.transport.mp_client import SyncMPClient
 from engine.types.attachment import CoreAttachment
-from instrumentation import NULL, Metric
+from instrumentation import NULL, Metric, Role
 from tests.integration.conftest import SMALL
 from tests.integration.reference import varied_text
+from tests.integration.server_process import SMALL_FLAGS, ServerProcess
+from traces.journal_reader import read_run
+from traces.perfetto import write_perfetto
+from traces.summary import summarize
 
 LONG = SamplingParams(
     temperature=0, max_tokens=30_000, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -135,7 +143,7 @@ def test_what_a_lost_frontend_had_ends_and_another_takes_its_place(text_llama: P
             kept = await two.submit("Once", LONG.clone(max_tokens=400))
             # As if its process had gone: nobody aborts anything, nobody reads any more.
             assert one._handler is not None
-            one._handler.cancel()
+            one._handler._task.cancel()
             one._client.detach()
             one.llm_engine.engine_core.shutdown()
             owned.client.detach_client(1)
@@ -177,3 +185,124 @@ def test_the_cores_death_reaches_every_frontend(text_llama: Path) -> None:
                 assert total(llm.get_metrics(), "engine_up") == 0
 
     asyncio.run(run())
+
+
+# -- two processes ---------------------------------------------------------------------------------
+
+NUM_PLACES, NUM_QUEUED = 4, 4
+
+
+@pytest.fixture(scope="module")
+def server(text_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Two frontends over one core, of which each has its own process."""
+    flags = ("--api-server-count=2", f"--max-num-seqs={NUM_PLACES}")
+    flags += (f"--max-num-queued-reqs={NUM_QUEUED}", "--disable-access-log")
+    flags += (f"--trace-dir={tmp_path_factory.mktemp('several')}",)
+    with ServerProcess(str(text_llama), *SMALL_FLAGS, *flags) as server:
+        yield server
+
+
+def on_a_connection_of_its_own(method: str, url: str, **options: Any) -> httpx.Response:
+    """One request, which either of the frontends may get."""
+    with httpx.Client(timeout=30, verify=False) as client:  # made quickly
+        return client.request(method, url, **options)
+
+
+def complete(server: ServerProcess, name: str, num_tokens: int) -> httpx.Response:
+    body = {"prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+    return on_a_connection_of_its_own(
+        "POST", f"{server.url}/v1/completions", json=body, headers={"x-request-id": name}
+    )
+
+
+def ask_both(server: ServerProcess, prefix: str) -> set[str]:
+    """Have each frontend serve a request at least; the engine's ids of all of them."""
+    names: set[str] = set()
+    by_frontend: set[int] = set()
+    while by_frontend != {1, 2}:
+        assert len(names) < 60
+        name = f"{prefix}-{len(names)}"
+        assert complete(server, name, 5).status_code == 200
+        names.add(f"cmpl-{name}")
+        story = on_a_connection_of_its_own("GET", f"{server.url}/debug/requests/{name}").json()
+        (sequence,) = story["sequences"]
+        by_frontend.add(sequence["frontend"])
+        assert story["frontends"] == {"answered": [1, 2], "silent": []}
+    return names
+
+
+def test_a_recording_has_the_requests_of_all_frontends(server: ServerProcess) -> None:
+    def ask(path: str) -> httpx.Response:
+        return on_a_connection_of_its_own("POST", f"{server.url}/{path}")
+
+    ended = ask("stop_trace").json()  # what --trace-dir has begun
+    assert ended["frontends"] == {"recorded": [1, 2]}
+    begun = ask("start_trace").json()
+    assert begun["frontends"] == {"recorded": [1, 2]}
+    assert begun["run_dir"] != ended["run_dir"]
+    names = ask_both(server, "recorded")
+    profiles = ask("start_profile").json()["profiles"]
+    assert all(one["file"].startswith(begun["run_dir"]) for one in profiles)
+    assert ask("stop_profile").status_code == 200
+    assert ask("stop_trace").json() == begun
+    assert ask("stop_trace").status_code == 409
+    run = read_run(begun["run_dir"])
+    assert sorted(one.header.role for one in run.processes) == [
+        Role.CALLER,
+        Role.CALLER,
+        Role.CORE,
+    ]
+    assert {one.request_id for one in run.timelines} == names
+    assert {one.request_num for one in run.arrivals} == {one.request_num for one in run.timelines}
+    numbers = [step.step for step in run.steps]
+    assert len(numbers) == len(set(numbers)) > 5 * len(names) // 2
+    drawn = write_perfetto(begun["run_dir"]).read_bytes()
+    assert all(name.encode() in drawn for name in names)
+    assert summarize(begun["run_dir"]).requests.count == len(names)
+
+
+def test_a_page_of_one_frontend_shows_the_requests_of_all(server: ServerProcess) -> None:
+    seen: set[str] = set()
+    with (
+        httpx.Client(timeout=20) as client,
+        ThreadPoolExecutor(1) as thread,
+        client.stream("GET", f"{server.url}/live/events") as response,
+    ):
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        next(lines)
+        names = thread.submit(ask_both, server, "watched")
+        for line in lines:
+            message = json.loads(line.removeprefix("data: "))
+            seen |= {row[1] for key in ("arrived", "ended") for row in message.get(key, ())}
+            assert not message.get("silent")
+            if names.done() and names.result() <= seen:
+                break
+
+
+def test_the_queue_is_limited_for_all_frontends_together(server: ServerProcess) -> None:
+    """As many as there are places and room to wait get in, wherever they come."""
+    body = {"prompt": "Once", "max_tokens": 20_000, "ignore_eos": True}
+    num_clients = 24
+
+    def ask(number: int) -> httpx.Response | None:
+        """The answer; None for a request that is let in, which takes longer than we wait."""
+        try:
+            return client.post(f"{server.url}/v1/completions", json=body)
+        except httpx.ReadTimeout:
+            return None
+
+    limits = httpx.Limits(max_connections=num_clients)
+    with (
+        httpx.Client(timeout=3, limits=limits) as client,
+        ThreadPoolExecutor(num_clients) as threads,
+    ):
+        answers = list(threads.map(ask, range(num_clients)))
+    # Two that come within the same microseconds may both be the last one.
+    num_let_in = answers.count(None)
+    assert NUM_PLACES + NUM_QUEUED <= num_let_in <= NUM_PLACES + NUM_QUEUED + 1
+    for one in answers:
+        if one is not None:
+            assert one.status_code == 429
+            assert "--max-num-queued-reqs" in one.text
+            assert 1 <= int(one.headers["retry-after"]) <= 60
+    assert complete(server, "after", 5).status_code == 200

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,9 @@ from engine.frontend.queue_counter import QueueCounter
 from engine.server.admission import Admission
 from engine.server.config import ServerConfig
 from engine.server.errors import as_api_error
+from engine.server.queue_board import QueueBoard
+from instrumentation import AdmissionStop, PrefixMiss, StepRecord
+from instrumentation.step_records import Admission as Admitted
 
 SECOND = 10**9
 
@@ -41,13 +45,38 @@ class Rejections:
             raise
 
 
-def make_admission(**limits: Any) -> tuple[Admission, QueueCounter, Clock, Rejections]:
+def make_admission(
+    *,
+    max_num_seqs: int = 0,
+    budget: int = 0,
+    directory: Path | None = None,
+    index: int = 1,
+    **limits: Any,
+) -> tuple[Admission, QueueCounter, Clock, Rejections]:
+    """One frontend's; of two, if there is a directory. No place is free unless it is said so."""
     clock, rejections = Clock(), Rejections()
     queue = QueueCounter(clock=clock)
-    engine: Any = SimpleNamespace(
-        llm_engine=SimpleNamespace(queue=queue, counting_rejections=rejections)
+    attachment = (
+        None if directory is None else SimpleNamespace(directory=str(directory), client_index=index)
     )
-    return Admission(engine, ServerConfig.from_kwargs(**limits)), queue, clock, rejections
+    engine: Any = SimpleNamespace(
+        attachment=attachment,
+        config=SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=max_num_seqs)),
+        llm_engine=SimpleNamespace(
+            queue=queue,
+            counting_rejections=rejections,
+            ready=SimpleNamespace(max_num_batched_tokens=budget),
+        ),
+    )
+    count = {} if directory is None else {"api_server_count": 2}
+    return Admission(engine, ServerConfig.from_kwargs(**limits, **count)), queue, clock, rejections
+
+
+def step(num_running: int, stop: AdmissionStop = AdmissionStop.NONE, **fields: Any) -> StepRecord:
+    """A step as far as the counter reads it."""
+    return StepRecord(
+        step=1, begin_ns=1, end_ns=2, num_running=num_running, admission_stop=stop, **fields
+    )
 
 
 # -- the counter -----------------------------------------------------------------------------------
@@ -71,18 +100,71 @@ def test_the_counter_agrees_with_a_set() -> None:
 def test_the_time_until_there_is_room_follows_the_rate_of_late() -> None:
     clock = Clock()
     queue = QueueCounter(clock=clock)
-    assert queue.seconds_until_gone(num_requests=1) is None
     for number in range(11):
         queue.add(number, 100)
     for number in range(10):  # one a second
         clock.now_ns += SECOND
         queue.remove([number])
-    assert queue.seconds_until_gone(num_requests=3) == pytest.approx(3 * 9 / 10)
-    assert queue.seconds_until_gone(num_tokens=500) == pytest.approx(5 * 9 / 10)
-    clock.now_ns += 9 * SECOND  # nothing leaves: it takes longer than it looked
-    assert queue.seconds_until_gone(num_requests=3) == pytest.approx(3 * 18 / 10)
+    assert queue.seconds_until_gone(num_requests=3) == pytest.approx(3)
+    assert queue.seconds_until_gone(num_tokens=500) == pytest.approx(5)
+    clock.now_ns += 10 * SECOND  # nothing leaves: it takes longer than it looked
+    assert queue.seconds_until_gone(num_requests=3) == pytest.approx(6)
     clock.now_ns += 60 * SECOND
-    assert queue.seconds_until_gone(num_requests=3) is None
+    assert queue.seconds_until_gone(num_requests=3) >= 3 * 60
+
+
+def test_time_in_which_nothing_waits_does_not_count() -> None:
+    """Ten a second leave; the engine is idle for an hour before, between and after."""
+    clock = Clock()
+    queue = QueueCounter(clock=clock)
+    for burst in range(4):
+        clock.now_ns += 3600 * SECOND
+        for number in range(10):
+            queue.add(100 * burst + number, 100)
+        for number in range(10):
+            clock.now_ns += SECOND // 10
+            queue.remove([100 * burst + number])
+    clock.now_ns += 3600 * SECOND
+    assert queue.seconds_until_gone(num_requests=20) == pytest.approx(2)
+    assert queue.seconds_until_gone(num_tokens=1000) == pytest.approx(1)
+
+
+def test_where_nothing_has_left_the_time_grows_from_nothing() -> None:
+    clock = Clock()
+    clock.now_ns = 3600 * SECOND
+    queue = QueueCounter(clock=clock)
+    queue.add(1, 50)
+    queue.add(2, 7)
+    assert queue.seconds_until_gone(num_requests=4) == 0
+    clock.now_ns += 3 * SECOND
+    assert queue.seconds_until_gone(num_requests=4) == pytest.approx(12)
+    assert queue.seconds_until_gone(num_tokens=100) == pytest.approx(6)  # the next one's are 50
+
+
+def test_what_is_free_is_what_the_last_step_has_left() -> None:
+    queue = QueueCounter()
+    assert (queue.num_free_places(8), queue.num_free_tokens(100)) == (8, 100)
+    queue.add(1, 10)
+    queue.add(2, 10)
+    admitted = PrefixMiss.NEVER_CACHED
+    queue.observe_step(
+        step(
+            3,
+            AdmissionStop.TOKEN_BUDGET,
+            token_budget_left=7,
+            admissions=(Admitted(1, 10, 0, False, admitted), Admitted(9, 5, 0, False, admitted)),
+        )
+    )
+    assert queue.num_requests == 1
+    assert (queue.num_free_places(8), queue.num_free_tokens(100)) == (5, 7)
+    assert queue.num_free_places(2) == 0
+    queue.observe_step(step(3, finished=(1,)))
+    assert queue.num_free_places(8) == 6
+    for stop in (AdmissionStop.KV_BLOCKS, AdmissionStop.AFTER_PREEMPTION):
+        queue.observe_step(step(3, stop, token_budget_left=7))
+        assert (queue.num_free_places(8), queue.num_free_tokens(100)) == (0, 0)
+        queue.observe_idle()
+        assert (queue.num_free_places(8), queue.num_free_tokens(100)) == (8, 100)
 
 
 # -- the decision ----------------------------------------------------------------------------------
@@ -141,6 +223,107 @@ def test_what_never_fits_is_told_not_to_come_back(limit: str) -> None:
     assert rejections.names == ["PromptError"]
 
 
+def test_a_burst_that_fits_into_the_free_places_waits_for_nobody() -> None:
+    admission, queue, _, _ = make_admission(max_num_seqs=8, budget=100, max_num_queued_reqs=2)
+    for number in range(10):  # one by one, before any step has begun
+        with admission.reserve(1):
+            queue.add(number, 10)
+    with pytest.raises(QueueFullError, match=r"2 requests wait.* 1 it would be 3.* 2 may"):
+        admission.reserve(1).__enter__()
+    queue.remove(range(3))
+    queue.observe_step(step(3))
+    assert admission.num_reserved == 0
+    with pytest.raises(QueueFullError):  # three run, seven wait, five of them for a moment
+        admission.reserve(1).__enter__()
+    queue.remove(range(3, 8))
+    queue.observe_step(step(8, AdmissionStop.MAX_NUM_SEQS))
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        admission.reserve(1).__enter__()
+    queue.observe_step(step(4, AdmissionStop.KV_BLOCKS))  # four places, and no blocks for them
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        admission.reserve(1).__enter__()
+    queue.observe_step(step(4))
+    with admission.reserve(4):
+        pass
+    with pytest.raises(PromptError, match="an idle engine takes 8 in at once"):
+        admission.reserve(11).__enter__()
+
+
+def test_prompt_tokens_wait_beyond_what_the_next_step_has_room_for() -> None:
+    admission, queue, _, _ = make_admission(max_num_seqs=8, budget=100, max_num_queued_tokens=50)
+    with admission.reserve(1) as room:
+        room.add_tokens(150)
+        with pytest.raises(QueueFullError, match=r"50 prompt tokens wait.* 1 it would be 51"):
+            room.add_tokens(1)
+    with pytest.raises(PromptError, match="alone has 151"), admission.reserve(1) as room:
+        room.add_tokens(151)
+    queue.observe_step(step(1, token_budget_left=20))
+    with admission.reserve(1) as room:
+        room.add_tokens(70)
+    queue.observe_step(step(8, token_budget_left=20))  # no place for anybody
+    with admission.reserve(1) as room, pytest.raises(QueueFullError):
+        room.add_tokens(51)
+
+
+# -- several frontends -----------------------------------------------------------------------------
+
+
+def test_limits_hold_for_all_frontends_together(tmp_path: Path) -> None:
+    made = [
+        make_admission(
+            max_num_seqs=2,
+            budget=10,
+            directory=tmp_path,
+            index=index,
+            max_num_queued_reqs=4,
+            max_num_queued_tokens=90,
+        )
+        for index in (1, 2)
+    ]
+    (one, queue_one, _, _), (two, queue_two, _, _) = made
+    with one.reserve(3) as room:
+        room.add_tokens(30)
+        with two.reserve(3) as other:
+            other.add_tokens(70)
+            for admission in (one, two):
+                with pytest.raises(QueueFullError, match=r"4 requests wait.* 1 it would be 5"):
+                    admission.reserve(1).__enter__()
+            for number in range(3):  # sent: they count as before
+                queue_two.add(number, 20)
+                other.hand_over(1, 20)
+            with pytest.raises(QueueFullError, match="90 prompt tokens wait"):
+                room.add_tokens(1)
+        with pytest.raises(QueueFullError):
+            one.reserve(1).__enter__()
+        queue_two.remove([0, 1])
+        with one.reserve(2):
+            pass
+    assert (one.num_reserved, two.num_reserved) == (0, 0)
+    # Its process has gone: whoever takes its place finds nothing of it.
+    again, _, _, _ = make_admission(directory=tmp_path, index=2, max_num_queued_reqs=4)
+    assert again.num_reserved == 0
+    assert QueueBoard(str(tmp_path), 2).others(1) == (0, 0)
+    assert queue_one.num_requests == 0
+
+
+def test_the_answer_counts_on_what_leaves_at_all_frontends(tmp_path: Path) -> None:
+    """Each sees ten a second leave; thirty of forty have to, of which it has half."""
+    one, queue, clock, _ = make_admission(directory=tmp_path, max_num_queued_reqs=10)
+    two, other, _, _ = make_admission(directory=tmp_path, index=2, max_num_queued_reqs=10)
+    for admission in (one, two):
+        assert admission._queue.shown is not None
+    for number in range(30):
+        queue.add(number, 1)
+    for number in range(20):
+        other.add(number, 1)
+    for number in range(10):
+        clock.now_ns += SECOND // 10
+        queue.remove([number])
+    with pytest.raises(QueueFullError) as caught:
+        one.reserve(10).__enter__()
+    assert caught.value.retry_after_s == 2  # 40 too many, 20 of them its own
+
+
 def test_a_block_that_fails_gives_its_room_back() -> None:
     admission, _, _, _ = make_admission(max_num_queued_reqs=4, max_num_queued_tokens=10)
 
@@ -154,7 +337,7 @@ def test_a_block_that_fails_gives_its_room_back() -> None:
     assert (admission.num_reserved, admission.num_reserved_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize(("per_s", "expected"), [(None, 60), (0.01, 60), (0.5, 4), (1000, 1)])
+@pytest.mark.parametrize(("per_s", "expected"), [(None, 1), (0.01, 60), (0.5, 4), (1000, 1)])
 def test_the_answer_says_when_to_come_back(per_s: float | None, expected: int) -> None:
     admission, queue, clock, _ = make_admission(max_num_queued_reqs=10)
     for number in range(20):
@@ -171,6 +354,6 @@ def test_the_answer_says_when_to_come_back(per_s: float | None, expected: int) -
     answer = as_api_error(caught.value)
     assert (answer.status, answer.code) == (429, "queue_full")
     if per_s is None:
-        assert queue.num_requests == 20  # nothing has left, so that nothing is known
+        assert queue.num_requests == 20  # nothing has left, nor has had the time to
     assert answer.headers["Retry-After"] == str(caught.value.retry_after_s)
     assert caught.value.retry_after_s == expected

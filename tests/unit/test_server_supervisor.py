@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from engine.errors import ConfigError, EngineStartError
 from engine.server import supervisor as module
 from engine.server.config import ServerConfig
+from engine.server.queue_board import QueueBoard
 from engine.server.serve import run_server
 from engine.server.supervisor import Supervisor
 
@@ -92,6 +94,48 @@ def test_a_frontend_that_cannot_be_spawned_is_what_is_raised(
     with pytest.raises(EngineStartError, match="too many open files"):
         asyncio.run(supervisor.run())
     assert supervisor._client.was_shut_down  # type: ignore[attr-defined]
+
+
+def test_what_waited_at_a_frontend_that_died_waits_no_more(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class DyingFrontend(FakeFrontend):
+        """The first of each dies, the second stays."""
+
+        num_started = 0
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
+            type(self).num_started += 1
+            self.dies = self.num_started == 1
+
+        def wait(self) -> int:
+            return -signal.SIGKILL if self.dies else super().wait()
+
+    detached: list[int] = []
+    monkeypatch.setattr(module, "SpawnedProcess", DyingFrontend)
+    monkeypatch.setattr(
+        FakeClient, "detach_client", lambda _, index: detached.append(index), raising=False
+    )
+    supervisor._client.core.directory = str(tmp_path)  # type: ignore[union-attr]
+    supervisor._config = ServerConfig(api_server_count=2, max_num_queued_reqs=4)
+    supervisor._is_ready = True
+    board = QueueBoard(str(tmp_path), 2)
+    for index in (1, 2):
+        board.row(index)[0] = 3
+
+    async def run() -> None:
+        supervisor._start(1)
+        watching = asyncio.create_task(supervisor._watch(1))
+        async with asyncio.timeout(10):
+            while DyingFrontend.num_started < 2:
+                await asyncio.sleep(0.01)
+        supervisor._stop()
+        await watching
+
+    asyncio.run(run())
+    assert detached == [1]
+    assert (board.others(2), board.others(1)) == ((0, 0), (3, 0))
 
 
 def test_one_port_of_metrics_is_not_for_several_frontends() -> None:

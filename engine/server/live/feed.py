@@ -1,24 +1,25 @@
 """What the live page is told: a snapshot first, then what is new, a few times a second.
 
 Knows what is read of the engine, and when. Does nothing at all while nobody watches; what several
-watch is collected and encoded once. Lives on the server's event loop, so what it reads does not
+watch is collected and encoded once. Of several frontends, each tells the feeds of the others of its
+own requests, and a page gets them all. Lives on the server's event loop, so what it reads does not
 change under it.
 """
 
 import asyncio
 import time
 from collections import deque
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from engine.errors import EngineDeadError, IsinglassError
 from engine.frontend.live_tap import LiveTap
 from engine.frontend.observer import EngineObserver
 from engine.log import get_logger
 from engine.server.errors import ApiError
 from engine.server.live.about import about
+from engine.server.live.block_watch import BlockWatch
 from engine.server.live.facts import (
     FIRST_TOKEN_COLUMNS,
     REQUEST_COLUMNS,
@@ -26,6 +27,7 @@ from engine.server.live.facts import (
     Facts,
     counted,
 )
+from engine.server.live.others import REQUEST_KEYS, OtherFrontends
 from engine.server.live.watcher import Watcher
 from engine.server.state import Phase, ServerState
 from engine.types.block_map import CACHED_AGES_S, OWNED, SHARED
@@ -39,11 +41,8 @@ WINDOW_S = 60.0
 HEARTBEAT_S = 2.0
 """Something is said at least so often, so that the page notices a dead connection."""
 
+_FRAME_BEGIN, _FRAME_END = b"data: ", b"\n\n"
 _PROGRESS_INTERVAL_S = 0.5
-_MAP_INTERVAL_S = 0.5
-_IDLE_MAP_INTERVAL_S = 10.0
-_MAP_SHARE = 200
-"""A block map is asked for again after at least this many times what the last one took."""
 
 
 class LiveFeed:
@@ -51,22 +50,26 @@ class LiveFeed:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._facts = Facts(time.monotonic_ns())
+        attachment = state.engine.attachment  # frontends of one core count from one instant
+        self._facts = Facts(time.monotonic_ns() if attachment is None else attachment.began_ns)
         self._encoder = msgspec.json.Encoder()
         self._watchers: set[Watcher] = set()
+        self._followers: set[Watcher] = set()
+        """Feeds of other frontends, which want to know of our requests only."""
+        self._others: OtherFrontends | None = None
+        if state.peers is not None:
+            self._others = OtherFrontends(
+                state.peers, window_us=int(WINDOW_S * 1e6), on_loss=self._void
+            )
+        self._silent: list[int] = []
         self._task: asyncio.Task[None] | None = None
         self._tap: LiveTap | None = None
         self._phase: Phase | None = None
         self._last_num = -1
         self._progress: dict[int, int] = {}
         self._gaps: deque[tuple[int, list[int]]] = deque()
-        self._map: dict[str, Any] | None = None
-        self._new_map: dict[str, Any] | None = None
-        self._map_call: asyncio.Task[None] | None = None
-        self._map_due_s = self._progress_due_s = self._heartbeat_due_s = 0.0
-        self._stepped_since_map = True
-        self._map_failed = False
-        """Whether the log has been told."""
+        self._blocks = BlockWatch(state.engine)
+        self._progress_due_s = self._heartbeat_due_s = 0.0
 
     def join(self) -> Watcher:
         """Begin to watch; call `leave` in the end.
@@ -82,15 +85,36 @@ class LiveFeed:
                 headers={"Retry-After": "10"},
             )
         watcher = Watcher()
+        if not self._watchers and self._others is not None:
+            self._others.begin()
         self._watchers.add(watcher)
         if self._task is None:
             self._begin()
         return watcher
 
+    async def tell_other(self) -> AsyncIterator[bytes]:
+        """All of our requests, and then what is new of them, for another frontend's feed."""
+        follower = Watcher()
+        self._followers.add(follower)
+        if self._task is None:
+            self._begin()
+        try:
+            while frames := await self.next_frames(follower):
+                for frame in frames.split(_FRAME_END)[:-1]:
+                    yield frame.removeprefix(_FRAME_BEGIN)
+        finally:
+            self.leave(follower)
+
     def leave(self, watcher: Watcher) -> None:
         """Watch no longer; harmless when called twice."""
         self._watchers.discard(watcher)
+        self._followers.discard(watcher)
         if not self._watchers:
+            self._gaps.clear()
+            self._blocks.forget()
+            if self._others is not None:
+                self._others.end()
+        if not self._watchers and not self._followers:
             self._end()
 
     async def next_frames(self, watcher: Watcher) -> bytes:
@@ -99,7 +123,11 @@ class LiveFeed:
         if watcher.needs_snapshot and not watcher.is_closed:
             self._flush()
             num_lost = watcher.num_lost
-            watcher.restart(self._frame(self.snapshot() | {"num_lost": num_lost}))
+            if watcher in self._followers:
+                content = {"kind": "snapshot"} | self._requests()
+            else:
+                content = self.snapshot() | {"num_lost": num_lost}
+            watcher.restart(self._frame(content))
         return watcher.take()
 
     # -- what is told --------------------------------------------------------------------------
@@ -121,25 +149,38 @@ class LiveFeed:
             "codes": {"cached_ages_s": CACHED_AGES_S, "shared": SHARED, "owned": OWNED},
             "window_s": WINDOW_S,
             "has_statistics": observer is not None or state.phase is Phase.STARTING,
+            "silent": self._silent,
         }
         if observer is None:
             return snapshot
-        history = observer.history
-        since_ns = now_ns - int(WINDOW_S * 1e9)
-        output_processor = state.engine.llm_engine.output_processor
-        self._progress = dict(output_processor.progress())
+        requests = self._requests()
+        if self._others is not None:
+            for kind, rows in self._others.snapshot().items():
+                requests[kind] += rows
         return snapshot | {
-            "steps": [facts.step(*one) for one in history.steps()[-NUM_STEPS:]],
-            "ended": [
-                facts.request(one) for one in history.finished_requests() if one.end_ns >= since_ns
-            ],
-            "unfinished": [facts.request(one) for one in output_processor.timelines_since(-1)],
+            "steps": [facts.step(*one) for one in observer.history.steps()[-NUM_STEPS:]],
+            **requests,
             "gaps": list(self._gaps),
-            "map": self._map,
+            "map": self._blocks.shown,
+        }
+
+    def _requests(self) -> dict[str, list[Any]]:
+        """This frontend's requests: those that have ended of late, and those that have not."""
+        observer = self._state.engine.observer
+        if observer is None:
+            return {"ended": [], "unfinished": []}
+        since_ns = time.monotonic_ns() - int(WINDOW_S * 1e9)
+        output_processor = self._state.engine.llm_engine.output_processor
+        ended = [one for one in observer.history.finished_requests() if one.end_ns >= since_ns]
+        return {
+            "ended": [self._facts.request(one) for one in ended],
+            "unfinished": [
+                self._facts.request(one) for one in output_processor.timelines_since(-1)
+            ],
         }
 
     def delta(self) -> dict[str, Any]:
-        """What is new since the last call; only what there is."""
+        """What is new of this process since the last call; only what there is."""
         delta: dict[str, Any] = {}
         phase = self._state.phase
         if phase is not self._phase:
@@ -155,9 +196,10 @@ class LiveFeed:
             self._last_num = arrived[-1].request_num
             delta["arrived"] = [facts.request(one) for one in arrived]
         if tap.steps:
-            delta["steps"] = [facts.step(*one) for one in tap.steps]
+            if self._watchers:
+                delta["steps"] = [facts.step(*one) for one in tap.steps]
             tap.steps.clear()
-            self._stepped_since_map = True
+            self._blocks.has_stepped = True
         if tap.first_tokens:
             delta["first_tokens"] = [facts.first_token(one) for one in tap.first_tokens]
             tap.first_tokens.clear()
@@ -165,14 +207,25 @@ class LiveFeed:
             delta["ended"] = [facts.request(one) for one in tap.ended]
             tap.ended.clear()
         if tap.token_gaps_ns:
-            now = facts.time(time.monotonic_ns())
-            assert now is not None
-            delta["gaps"] = gaps = counted(tap.token_gaps_ns)
-            self._gaps.append((now, gaps))
+            delta["gaps"] = counted(tap.token_gaps_ns)
             tap.token_gaps_ns.clear()
-            while self._gaps[0][0] < now - WINDOW_S * 1e6:
-                self._gaps.popleft()
         return delta | self._levels()
+
+    def _add_others(self, delta: dict[str, Any]) -> None:
+        """Add what the other frontends have told of since the last call."""
+        assert self._others is not None
+        for key, values in self._others.take().items():
+            delta[key] = [*delta.get(key, ()), *values]
+        if self._others.silent != self._silent:
+            delta["silent"] = self._silent = self._others.silent
+
+    def _keep_gaps(self, gaps: list[int]) -> None:
+        """Keep times between tokens for snapshots to come."""
+        now = self._facts.time(time.monotonic_ns())
+        assert now is not None
+        self._gaps.append((now, gaps))
+        while self._gaps[0][0] < now - WINDOW_S * 1e6:
+            self._gaps.popleft()
 
     def _levels(self) -> dict[str, Any]:
         """Tokens of requests, and the block map: told as they stand, less often."""
@@ -186,10 +239,8 @@ class LiveFeed:
             if new:
                 self._progress = dict(progress)
                 levels["progress"] = new
-        if self._new_map is not None:
-            if self._new_map != self._map:
-                levels["map"] = self._map = self._new_map
-            self._new_map = None
+        if (new_map := self._blocks.take()) is not None:
+            levels["map"] = new_map
         return levels
 
     # -- the rounds ------------------------------------------------------------------------------
@@ -206,7 +257,7 @@ class LiveFeed:
         self._tap = observer.tap = LiveTap()
         unfinished = self._state.engine.llm_engine.output_processor.timelines_since(-1)
         self._last_num = max((one.request_num for one in unfinished), default=-1)
-        self._stepped_since_map = True
+        self._blocks.has_stepped = True
 
     def _end(self) -> None:
         task, self._task, self._tap = self._task, None, None
@@ -215,8 +266,6 @@ class LiveFeed:
         observer = self._state.engine.observer
         if observer is not None:
             observer.tap = None
-        self._gaps.clear()
-        self._map = None
 
     async def _run(self) -> None:
         while True:
@@ -231,63 +280,51 @@ class LiveFeed:
         engine = self._state.engine
         if self._tap is None and engine.observer is not None:
             self._hang_up(engine.observer)
-            for watcher in self._watchers:
-                watcher.void()
+            self._void()
+            for follower in self._followers:
+                follower.void()
         self._flush()
         if engine.dead_error is not None:
             self._broadcast({"kind": "end", "reason": str(engine.dead_error)})
             self._close_all()
-        elif self._tap is not None and self._map_call is None:
-            self._ask_for_map(time.monotonic())
+        elif self._watchers and self._tap is not None:
+            self._blocks.ask(time.monotonic())
 
     def _flush(self) -> None:
         delta = self.delta()
-        if delta or time.monotonic() >= self._heartbeat_due_s:
+        now_s = time.monotonic()
+        is_due = now_s >= self._heartbeat_due_s
+        if delta or is_due:
+            self._heartbeat_due_s = now_s + HEARTBEAT_S
+        if self._followers:
+            requests = {key: delta[key] for key in REQUEST_KEYS if key in delta}
+            if requests or is_due:
+                frame = self._frame({"kind": "delta"} | requests)
+                for follower in self._followers:
+                    follower.put(frame)
+        if not self._watchers:
+            return
+        if self._others is not None:
+            self._add_others(delta)
+        if "gaps" in delta:
+            self._keep_gaps(delta["gaps"])
+        if delta or is_due:
             self._broadcast({"kind": "delta"} | delta)
 
+    def _void(self) -> None:
+        """Have pages begin anew: what they know is of no use any more."""
+        for watcher in self._watchers:
+            watcher.void()
+
     def _broadcast(self, content: dict[str, Any]) -> None:
-        self._heartbeat_due_s = time.monotonic() + HEARTBEAT_S
         content["now"] = self._facts.time(time.monotonic_ns())
         frame = self._frame(content)
         for watcher in self._watchers:
             watcher.put(frame)
 
     def _frame(self, content: dict[str, Any]) -> bytes:
-        return b"data: " + self._encoder.encode(content) + b"\n\n"
+        return _FRAME_BEGIN + self._encoder.encode(content) + _FRAME_END
 
     def _close_all(self) -> None:
-        for watcher in list(self._watchers):
+        for watcher in [*self._watchers, *self._followers]:
             watcher.close()
-
-    # -- the block map ---------------------------------------------------------------------------
-
-    def _ask_for_map(self, now_s: float) -> None:
-        idle_s = 0.0 if self._stepped_since_map else _IDLE_MAP_INTERVAL_S
-        if now_s >= self._map_due_s + idle_s:
-            self._stepped_since_map = False
-            self._map_call = asyncio.create_task(self._fetch_map(now_s), name="block map")
-
-    async def _fetch_map(self, now_s: float) -> None:
-        try:
-            answer = await self._state.engine.kv_block_map()
-        except EngineDeadError:
-            return  # the next round says so
-        except IsinglassError as error:
-            if not self._map_failed:
-                logger.warning("the live view has no block map: %s", error)
-            self._map_failed = True
-            self._map_due_s = now_s + _IDLE_MAP_INTERVAL_S
-            return
-        finally:
-            self._map_call = None
-        took_s = answer["took_ns"] / 1e9
-        self._map_due_s = now_s + max(_MAP_INTERVAL_S, _MAP_SHARE * took_s)
-        codes = np.frombuffer(answer["codes"], dtype="<u2")
-        self._new_map = {"runs": _runs(codes), "owners": answer["owners"]}
-
-
-def _runs(codes: "np.ndarray[Any, np.dtype[np.uint16]]") -> list[int]:
-    """Flat pairs: code, how many blocks in a row have it, ..."""
-    begins = np.flatnonzero(np.diff(codes, prepend=codes[0] + 1))  # [num_runs]
-    lengths = np.diff(begins, append=len(codes))  # [num_runs]
-    return np.stack([codes[begins], lengths], axis=1).reshape(-1).tolist()

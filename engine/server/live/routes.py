@@ -56,6 +56,8 @@ def make_router(state: ServerState) -> APIRouter:
     """The routes of one server's live view."""
     router = APIRouter(include_in_schema=False)
     feed = LiveFeed(state)
+    if state.peers is not None:
+        state.peers.tellers["live"] = feed.tell_other
 
     def add(path: str, file: PageFile) -> None:
         async def serve_file() -> Response:

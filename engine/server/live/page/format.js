@@ -60,7 +60,8 @@ export function readColours() {
 /** A request's own colour, or a softer one to write on: numbers in a row are far apart on the
  * wheel of hues. */
 export function hue(num, isSoft = false) {
-  const angle = Math.round(num * 137.508 + 200) % 360;
+  // Of several frontends, each numbers its requests from a number of fourteen digits on.
+  const angle = Math.round((num % 2 ** 24) * 137.508 + 200) % 360;
   if (isSoft) return colours.isDark ? `oklch(0.42 0.075 ${angle})` : `oklch(0.87 0.07 ${angle})`;
   return colours.isDark ? `oklch(0.74 0.12 ${angle})` : `oklch(0.66 0.14 ${angle})`;
 }

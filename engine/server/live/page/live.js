@@ -107,7 +107,10 @@ function summarise() {
   const notes = [];
   const { numHidden } = timeline.lanes;
   if (numHidden) notes.push(`${count(numHidden)} more are not drawn`);
-  if (model.about?.api_server_count > 1) notes.push("requests of this frontend");
+  if (model.silent.length) {
+    const which = `${model.silent.length > 1 ? "frontends" : "frontend"} ${model.silent.join(", ")}`;
+    notes.push(`without the requests of ${which}, of which nothing is heard`);
+  }
   if (model.numMissingSteps) notes.push(`${count(model.numMissingSteps)} steps are not known here`);
   if (model.numLostFrames) {
     notes.push(`${count(model.numLostFrames)} updates lost: this reader was too slow`);
@@ -143,7 +146,7 @@ function showState() {
   $("#notice").hidden = notice === "";
   $("#notice").dataset.state = state;
   document.body.dataset.state = state;
-  $("#trace").hidden = !model.about?.has_debug_routes || model.about.api_server_count > 1;
+  $("#trace").hidden = !model.about?.has_debug_routes;
 }
 
 function pause(isPaused) {
@@ -204,7 +207,8 @@ $("#trace").addEventListener("click", async () => {
     });
     const answer = await response.json().catch(() => ({}));
     const problem = answer.error?.message ?? `status ${response.status}`;
-    const note = response.ok ? answer.run_dir : problem;
+    const lacking = answer.frontends?.note;
+    const note = response.ok ? answer.run_dir + (lacking ? ` (${lacking})` : "") : problem;
     write($("#trace-note"), shorten(note, 44));
     $("#trace-note").title = note;
     if (response.ok) button.dataset.recording = String(!isRecording);

@@ -23,6 +23,7 @@ export class Model {
   firstSeen = 0; // since when inter-token times are known
   lastActivity = 0;
   hasStatistics = true;
+  silent = []; // numbers of other frontends of which nothing is heard
   #columns = null;
   #rowsFreeAt = [];
   #offset = Infinity;
@@ -33,6 +34,7 @@ export class Model {
     this.now = message.now;
     this.#keepClock(message.now);
     if (message.phase !== undefined) this.phase = message.phase;
+    if (message.silent !== undefined) this.silent = message.silent;
     for (const row of message.arrived ?? []) this.#keepRequest(row);
     for (const row of message.steps ?? []) this.#keepStep(row);
     for (const row of message.first_tokens ?? []) {
@@ -80,7 +82,12 @@ export class Model {
       const since = out ? request.preemptions.at(-2) : request.arrival;
       found.push({ request, reason, since, isPreempted: out });
     }
-    return found.sort((a, b) => b.isPreempted - a.isPreempted || a.request.num - b.request.num);
+    return found.sort(
+      (a, b) =>
+        b.isPreempted - a.isPreempted ||
+        a.request.arrival - b.request.arrival ||
+        a.request.num - b.request.num,
+    );
   }
 
   /** Samples of a latency in the window that ends at a time: pairs of value and count. */

@@ -57,7 +57,7 @@ export class Panels {
     const now = this.#model.clock();
     const uptime = about.uptime_s + (now - this.#model.startedAt) / 1e6;
     const facts = [`v${about.version}`, `up ${span(Math.max(0, uptime))}`];
-    if (about.api_server_count > 1) facts.push(`one of ${about.api_server_count} frontends`);
+    if (about.api_server_count > 1) facts.push(`${about.api_server_count} frontends`);
     if (phase !== "ready") facts.push(phase);
     write($("#facts"), facts.join(" · "));
     const levels = this.#model.levels(now);
@@ -160,11 +160,11 @@ export class Panels {
     }
     let note = waiting.length ? `${count(waiting.length)} waiting` : "empty";
     if (waiting.length > MOST_QUEUED) note += `, the first ${MOST_QUEUED} shown`;
-    // With several frontends each knows the requests of its own; the steps count all.
-    const isAlone = this.#model.about.api_server_count === 1;
-    if (!isAlone) note += " at this frontend";
+    // Steps count those of frontends of which nothing is heard, too.
+    const isWhole = this.#model.silent.length === 0;
+    if (!isWhole) note += ", as far as is known";
     write($("#queue-note"), note);
-    const numWaiting = isAlone ? waiting.length : this.#model.levels(now).waiting;
+    const numWaiting = isWhole ? waiting.length : this.#model.levels(now).waiting;
     write(this.#tiles.waiting.querySelector("output"), count(numWaiting));
   }
 
