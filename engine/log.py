@@ -116,7 +116,7 @@ def configure(level: str, *, role: str, own_process: bool, log_format: str = "te
     logger.propagate = False
 
 
-class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
+class _OwnHandler(logging.StreamHandler):
     """The handler that `configure` has made."""
 
     role = ""

@@ -6,13 +6,14 @@ gets to a route is in `engine.server.middleware`.
 
 from fastapi import FastAPI
 
-from engine.server import chat, completions, control, debug, health, models, tokenization
-from engine.server.chat_templates import ChatTemplates
+from engine.server import api_page, chat, completions, control, debug, health, models, tokenization
 from engine.server.errors import add_error_handlers
 from engine.server.live import routes as live
+from engine.server.methods import add_methods
 from engine.server.metrics import add_metrics
 from engine.server.middleware import add_guards
 from engine.server.observe import observe
+from engine.server.protocol.common import ErrorResponse
 from engine.server.state import ServerState
 from engine.version import __version__
 
@@ -24,20 +25,27 @@ def make_app(state: ServerState) -> FastAPI:
         title="Isinglass",
         version=__version__,
         openapi_url="/openapi.json" if shows_docs else None,
-        docs_url="/docs" if shows_docs else None,
+        docs_url=None,  # it would have browsers fetch scripts from elsewhere; see `api_page`
         redoc_url=None,
+        # And no 422, which is never sent.
+        responses={"default": {"model": ErrorResponse, "description": "An error, in this form."}},
     )
     app.state.server = state
-    app.state.chat_templates = ChatTemplates(state.config)
     add_error_handlers(app)
     observe(app, state)
+    add_methods(app)
     add_guards(app, state)  # what is added last is passed first
+    if shows_docs:
+        app.include_router(api_page.make_router(app))
     for routes in (health, models, completions, chat, tokenization):
         app.include_router(routes.router)
     add_metrics(app, state)
     if state.config.enable_debug_routes:
         app.include_router(control.router)
         app.include_router(debug.router)
+        if state.peers is not None:
+            debug.answer_peers(state.peers, state, state.observation)
+            state.recording.answer_peers()
     if state.config.enable_live_page:
         app.include_router(live.make_router(state))
     return app

@@ -16,7 +16,7 @@ from engine.server.conversations import Conversation
 from engine.server.json_body import JsonRoute
 from engine.server.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
 from engine.server.protocol.common import answers
-from engine.server.sampling import make_params, naming_fields, wanted_form
+from engine.server.sampling import form_names, make_params, naming_fields, wanted_form
 from engine.server.state import server_of
 from engine.server.streaming import EventStream, WholeAnswer
 from engine.server.submission import Origin, Submission, check_num_outputs
@@ -41,15 +41,14 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     origin = Origin.of(request, engine, "chatcmpl", body.request_id)
     with origin.reserve(state, body.n or 1, CHAT, prompt="messages") as room:
         names, form = _form(body)
-        conversation = Conversation.of(body, body.messages, request)
         with naming_fields(names, prompt="messages"):
+            conversation = Conversation.of(body, body.messages, request)
             chat = _plan_chat(conversation, form, state.config.enable_auto_tool_choice)
             prompt = await conversation.render(chat)
-        assert isinstance(prompt, dict)
         output = chat.after_render(prompt["prompt"])
         if body.cache_salt is not None:
             prompt["cache_salt"] = body.cache_salt
-        names, params = chat_params(body, engine, output, names)
+        names, params = chat_params(body, engine, output, names | chat.field_names)
         plan = _plan(body, params, origin, model, engine, output)
         submission = Submission(body, params, origin, CHAT, names, "messages")
         streams = await submission.send(engine, request, [prompt], room)
@@ -63,7 +62,7 @@ def _form(
 ) -> tuple[dict[str, str], StructuredOutputsParams | None]:
     """The field that asks for a form of the answer, by the engine's name, and that form."""
     field, form = wanted_form(body)
-    names = {} if field is None else {"structured_outputs": field}
+    names = form_names(field)
     with naming_fields(names):
         return names, None if form is None else StructuredOutputsParams.from_any(form)
 

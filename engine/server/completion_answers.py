@@ -12,7 +12,9 @@ import msgspec
 from engine.frontend.tokenizer import Tokenizer
 from engine.server.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs_json
 from engine.server.streaming import event
+from engine.server.text_offsets import TextOffsets, offsets_in_prompt
 from engine.server.usage import Usage
+from engine.types.logprobs import LogprobsOnePosition
 from engine.types.outputs import CompletionOutput, RequestOutput
 
 _encode = msgspec.json.encode
@@ -61,18 +63,31 @@ class CompletionPlan:
 
     def prompt_text(self, output: RequestOutput) -> str:
         """The prompt as the output repeats it."""
-        if output.prompt is not None and not self.truncates:
+        if self._repeats_text(output):
+            assert output.prompt is not None
             return output.prompt
         assert self.tokenizer is not None
         return self.tokenizer.decode(
             output.prompt_token_ids, skip_special_tokens=self.skips_special_tokens
         )
 
+    def prompt_offsets(self, output: RequestOutput, prompt_text: str) -> list[int]:
+        """Where the prompt's tokens begin in it."""
+        tokenizer, token_ids = self.tokenizer, output.prompt_token_ids
+        assert tokenizer is not None
+        if self._repeats_text(output):
+            return offsets_in_prompt(tokenizer, prompt_text, token_ids)
+        offsets = TextOffsets(tokenizer, skip_special_tokens=self.skips_special_tokens)
+        return [offsets.take(token_id, tokenizer.token_text(token_id)) for token_id in token_ids]
+
+    def _repeats_text(self, output: RequestOutput) -> bool:
+        return output.prompt is not None and not self.truncates
+
 
 class ChoiceWriter:
     """One output of one prompt, from its first delta to its last, or in one piece."""
 
-    __slots__ = ("_has_begun", "_logprobs", "_plan")
+    __slots__ = ("_has_begun", "_logprobs", "_offsets", "_plan")
 
     def __init__(self, plan: CompletionPlan) -> None:
         self._plan = plan
@@ -81,6 +96,7 @@ class ChoiceWriter:
         if plan.num_logprobs is not None:
             names = TokenNames(plan.tokenizer, as_ids=plan.names_tokens_by_id)
             self._logprobs = CompletionLogprobs(names, plan.num_logprobs)
+        self._offsets: TextOffsets | None = None
 
     def choice(
         self, index: int, output: RequestOutput, completion: CompletionOutput
@@ -90,12 +106,11 @@ class ChoiceWriter:
         self._has_begun = True
         text = "" if plan.drops_output else completion.text
         token_ids = [] if plan.drops_output else list(completion.token_ids)
-        if is_first and plan.echo:
-            text = plan.prompt_text(output) + text
+        prompt_text = plan.prompt_text(output) if is_first and plan.echo else ""
         choice: dict[str, Any] = {
             "index": index,
-            "text": text,
-            "logprobs": self._take_logprobs(output, completion, token_ids, with_prompt=is_first),
+            "text": prompt_text + text,
+            "logprobs": self._take_logprobs(output, completion, token_ids, prompt_text),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
@@ -112,17 +127,29 @@ class ChoiceWriter:
         output: RequestOutput,
         completion: CompletionOutput,
         token_ids: list[int],
-        *,
-        with_prompt: bool,
+        prompt_text: str,
     ) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
-        positions: list[Any] = []
-        if with_prompt and self._plan.echo and output.prompt_logprobs is not None:
-            positions += zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+        plan, prompt_ids = self._plan, output.prompt_token_ids
+        positions: list[tuple[int, LogprobsOnePosition | None]] = []
+        offsets: list[int] = []
+        if self._offsets is None:
+            self._offsets = TextOffsets(
+                plan.tokenizer,
+                prompt_ids,
+                start=len(prompt_text),
+                skip_special_tokens=plan.skips_special_tokens,
+            )
+            if plan.echo and output.prompt_logprobs is not None:
+                positions += zip(prompt_ids, output.prompt_logprobs, strict=True)
+                offsets += plan.prompt_offsets(output, prompt_text)
         if token_ids and completion.logprobs is not None:
-            positions += zip(token_ids, completion.logprobs, strict=True)
-        return self._logprobs.take(positions)
+            for token_id, position in zip(token_ids, completion.logprobs, strict=True):
+                positions.append((token_id, position))
+                decoded = None if position is None else position[token_id].decoded_token
+                offsets.append(self._offsets.take(token_id, decoded))
+        return self._logprobs.take(positions, offsets)
 
 
 class CompletionCollector:

@@ -16,7 +16,7 @@ from engine.server.errors import ApiError
 from engine.server.json_body import JsonRoute
 from engine.server.protocol.common import answers
 from engine.server.protocol.completion import CompletionRequest, CompletionResponse
-from engine.server.sampling import make_params, naming_fields, wanted_form
+from engine.server.sampling import form_names, make_params, wanted_form
 from engine.server.state import server_of
 from engine.server.streaming import EventStream, WholeAnswer
 from engine.server.submission import Origin, Submission, check_num_outputs
@@ -43,7 +43,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     num_outputs = num_prompts * max(body.n or 1, 1)
     with origin.reserve(state, num_outputs, TEXT_COMPLETION, prompt="prompt") as room:
         names, params = completion_params(body, engine)
-        prompts = await _prompts(engine, body)
+        prompts = _prompts(body)
         plan = _plan(body, params, origin, model, engine)
         submission = Submission(body, params, origin, TEXT_COMPLETION, names, "prompt")
         streams = await submission.send(engine, request, prompts, room)
@@ -61,7 +61,7 @@ def completion_params(
         ApiError: 400, with the field's name.
     """
     field, form = wanted_form(body)
-    names = {} if field is None else {"structured_outputs": field}
+    names = form_names(field)
     values: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": form}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         values["prompt_logprobs"] = body.logprobs
@@ -73,23 +73,15 @@ def completion_params(
     )
 
 
-async def _prompts(engine: AsyncLLM, body: CompletionRequest) -> list[Prompt]:
+def _prompts(body: CompletionRequest) -> list[Prompt]:
     """The body's prompts as the engine takes them."""
     salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
-    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
-    if body.add_special_tokens is not False or not texts:
-        return [
-            {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, **salt}
-            for prompt in body.prompts
-        ]
-    encode = engine.get_tokenizer().encode
-    with naming_fields({}):
-        encoded = await engine.with_texts(
-            lambda: [encode(text, add_special_tokens=False) for text in texts], *texts
-        )
+    adds = {} if body.add_special_tokens is not False else {"add_special_tokens": False}
     return [
-        {"prompt": text, "prompt_token_ids": ids, **salt}
-        for text, ids in zip(texts, encoded, strict=True)
+        {"prompt": prompt, **adds, **salt}
+        if isinstance(prompt, str)
+        else {"prompt_token_ids": prompt, **salt}
+        for prompt in body.prompts
     ]
 
 

@@ -6,8 +6,9 @@ Knows options and their ranges. The engine's own settings are in `engine.config`
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.config import check_setting, option
+from engine.config import check_setting
 from engine.errors import ConfigError
+from instrumentation import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +83,14 @@ class ServerConfig:
     max_prompts: int = option(1024, "Most prompts in one request.", minimum=1)
     max_num_queued_reqs: int | None = option(
         None,
-        "Requests that may wait for the engine, of each frontend process; more get 429.",
+        "Requests that may wait for the engine beyond its free places (max_num_seqs less those "
+        "that run); more get 429.",
         minimum=1,
     )
     max_num_queued_tokens: int | None = option(
         None,
-        "Prompt tokens that may wait for the engine, of each frontend process; more get 429.",
+        "Prompt tokens that may wait for the engine beyond what its next step has room for; more "
+        "get 429.",
         minimum=1,
     )
     timeout_keep_alive_s: int = option(
@@ -96,6 +99,11 @@ class ServerConfig:
     # Life.
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests get after SIGTERM.", minimum=0.0, maximum=86400.0
+    )
+    warm_up_structured_outputs: bool = option(
+        True,
+        "Get ready for the first structured output once the server is: some seconds of one "
+        "processor, and a process of some 300 MB; otherwise with the first.",
     )
     keep_alive_on_engine_death: bool = option(
         False, "Go on answering (with 503) when the engine has died, instead of ending."
@@ -110,6 +118,11 @@ class ServerConfig:
     enable_request_id_headers: bool = option(
         True, "Answer with X-Request-Id, taken from the request where it has one."
     )
+
+    @property
+    def limits_queue(self) -> bool:
+        """Whether it is limited what may wait for the engine."""
+        return self.max_num_queued_reqs is not None or self.max_num_queued_tokens is not None
 
     def __post_init__(self) -> None:
         """Check every field.

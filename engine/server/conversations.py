@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from fastapi import Request
 
-from engine.frontend.input_processor import Prompt
-from engine.server.chat_templates import ChatTemplates
 from engine.server.protocol.common import TemplateFields
 from engine.server.state import server_of
 from engine.server.tools.plan import ChatFormats, ChatPlan
@@ -36,15 +34,15 @@ class Conversation(NamedTuple):
         Raises:
             ApiError: 400, the client may not bring one.
         """
-        templates: ChatTemplates = request.app.state.chat_templates
-        tokenizer = server_of(request).engine.get_tokenizer()
-        template, formats = templates.choose(
+        server = server_of(request)
+        tokenizer = server.engine.get_tokenizer()
+        template, formats = server.chat_templates.choose(
             body.chat_template, tokenizer, has_tools=bool(body.tools)
         )
         return cls(body, messages, request, template, formats)
 
-    async def render(self, plan: ChatPlan) -> Prompt:
-        """The prompt, as text and as token ids.
+    async def render(self, plan: ChatPlan) -> dict[str, Any]:
+        """The prompt's text, and whether special tokens are to be put around it.
 
         Raises:
             PromptError: the messages do not fit the template, or there is none.
@@ -62,5 +60,5 @@ class Conversation(NamedTuple):
         )
         assert isinstance(prompt, dict)
         if body.add_special_tokens:  # besides those that the template has written
-            del prompt["prompt_token_ids"]
+            return {"prompt": prompt["prompt"]}
         return prompt

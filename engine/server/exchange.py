@@ -151,7 +151,7 @@ class ExchangeState:
         if self.has_left and not self.is_complete:
             return "disconnected"
         if told in OUTCOMES:
-            return told  # type: ignore[return-value]
+            return told
         if isinstance(error, asyncio.CancelledError):
             return "cancelled"
         if error is not None or not self.is_complete:

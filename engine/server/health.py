@@ -1,5 +1,7 @@
 """Is the engine there: `/health`, `/ping`, `/version`."""
 
+from typing import Any
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -8,16 +10,23 @@ from engine.version import __version__
 
 router = APIRouter()
 
+_UNREADY: dict[int | str, dict[str, Any]] = {
+    503: {
+        "description": "Starting, stopping or dead.",
+        "content": {"application/json": {"example": {"status": "starting"}}},
+    }
+}
 
-@router.get("/health")
+
+@router.get("/health", responses=_UNREADY)
 async def health(request: Request) -> Response:
     """200 when requests are served, else 503 with the reason."""
     phase = server_of(request).phase
     return JSONResponse({"status": phase.value}, status_code=200 if phase is Phase.READY else 503)
 
 
-@router.get("/ping")
-@router.post("/ping")
+@router.get("/ping", responses=_UNREADY)
+@router.post("/ping", responses=_UNREADY)
 async def ping(request: Request) -> Response:
     """The same, under the name that SageMaker asks for."""
     return await health(request)

@@ -4,23 +4,48 @@ httptools collects a request's line and headers however long they are, and waits
 long as the client likes; both happen before there is a request that the application could refuse.
 Here a head has a largest size and a time, a connection has so many requests in flight, and the
 server so many connections. Knows no routes.
+
+A client that has sent its requests and closes its own side only (`nc -N`) gets its answers. What
+arrives then is the same as from a client that has gone: so something is sent that the one skips,
+and to which the other's system answers that nobody is there.
 """
 
 import asyncio
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from engine.server.errors import ApiError
+from engine.server.http_cycle import OldCycle
 
 _MAX_PIPELINED = 16
-"""Requests that a connection may send before it has had the answer to the one before."""
+"""Requests that are taken in before the one that is being answered has been."""
+_PART_BYTES = 1024
+"""What is parsed at once: what is behind a request cannot be left to the parser for later, and an
+empty request has 18 bytes."""
 _DRAIN_S = 2.0
 """How long the rest of a message is taken in whose answer has gone out already."""
+_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""An interim answer: a client skips any number of them (RFC 9110, section 15.2)."""
+_PROBES_S = (0.02, 0.25, 1.0)
+"""When the next one is sent: it fails where the one before was not wanted. Then again and again,
+since a proxy may hide that for a while."""
+_PROBE_AGAIN_S = 5.0
+_NOTHING = memoryview(b"")
+
+Refused = Callable[[ApiError, tuple[str, int] | None], None]
+"""Told of each request that was refused before it was one, and of its client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +57,70 @@ class ConnectionLimits:
     max_connections: int | None = None
 
 
+class _Flow(FlowControl):
+    """uvicorn's, with a reason of ours not to read."""
+
+    is_held = False
+
+    def hold(self) -> None:
+        """Read nothing until `release`, whoever asks."""
+        self.pause_reading()
+        self.is_held = True
+
+    def release(self) -> None:
+        self.is_held = False
+        self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection; see the file's docstring for what it adds."""
 
-    def __init__(self, *arguments: Any, limits: ConnectionLimits, **named: Any) -> None:
+    flow: _Flow
+
+    def __init__(
+        self,
+        *arguments: Any,
+        limits: ConnectionLimits,
+        refused: Refused | None = None,
+        **named: Any,
+    ) -> None:
         super().__init__(*arguments, **named)
         self._limits = limits
+        self._refused = refused
         self._is_in_head = True
-        self._num_head_bytes = 0
+        self._has_begun = False
+        """Whether there is something of the head that is awaited."""
+        self._num_bare_bytes = 0
+        """Taken in since the last head that was whole, or the last byte of a body."""
+        self._num_body_bytes = 0
         self._is_whole = True
         """Whether all of the last message has arrived."""
+        self._ignores_upgrade = False
+        """Whether the head was one that asks for another protocol, and has a body, which the
+        parser takes for that protocol's."""
         self._timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+        self._held = _NOTHING
+        """What has been read, and is not parsed before there is room in the pipeline."""
+        self._refusal: ApiError | None = None
+        """What the client is told when all before it has been answered."""
+        self._has_ended = False
+        """Whether the client has closed its side, and gets what it has asked for."""
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether every request that was taken in has been."""
+        return self.cycle is None or self.cycle.response_complete
+
+    # -- the connection ----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = _Flow(self.transport)
         most = self._limits.max_connections
         if most is not None and len(self.connections) > most:
             self._refuse(
@@ -56,62 +131,189 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
+        self._held = _NOTHING
+        self.pipeline.clear()
+        running = self._running
+        if running is not None and not running.response_complete:
+            # uvicorn tells the last of a pipeline, which is not the one that is being answered.
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays, for answers that are still to be sent."""
+        if self._has_ended:
+            return True
+        if self._is_answered or not self._is_whole or self.scheme == "https":
+            return False  # over TLS it cannot stay: neither asyncio nor uvloop let it
+        self._has_ended = True
+        self.flow.hold()  # reading on would find the same end
+        self.cycle.keep_alive = False
+        if isinstance(self._running, OldCycle):
+            self._running.half_close()
+        else:
+            self._probe(itertools.chain(_PROBES_S, itertools.repeat(_PROBE_AGAIN_S)))
+        return True
+
+    def _probe(self, delays_s: Iterator[float]) -> None:
+        """Find out, again and again, whether a client that has closed its side is there."""
+        if self.transport.is_closing() or self._running is None or self._is_answered:
             return
-        if self._is_in_head:
-            if self._num_head_bytes == 0 and self._timer is None:
+        if not self._running.response_started:  # else the answer itself finds out
+            self.transport.write(_PROBE)
+        self.loop.call_later(next(delays_s), self._probe, delays_s)
+
+    # -- what comes in -----------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._held = memoryview(self._held.tobytes() + data) if self._held else memoryview(data)
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has been read, until the pipeline is full."""
+        while self._held and len(self.pipeline) < _MAX_PIPELINED:
+            part = self._held
+            if len(part) > _PART_BYTES:
+                part = part[: self._num_wanted()]
+            self._held = self._held[len(part) :]
+            if self._is_in_head and self._timer is None:
                 self._await(self._limits.head_timeout_s, self._head_is_late)
-            self._num_head_bytes += len(data)
-        super().data_received(data)
-        # One read is at most 256 KiB, so what is held meanwhile is bounded too. A head that is
-        # complete has been counted exactly, by the application's own guard.
-        if self._is_in_head and self._num_head_bytes > self._limits.max_head_bytes:
-            self._refuse(head_too_large(self._limits.max_head_bytes))
+            self._num_bare_bytes += len(part)
+            self._feed(part)
+            if self._refusal is not None or self.transport.is_closing():
+                return
+            # A head that is complete has been counted exactly, by the application's own guard.
+            if self._num_bare_bytes > self._limits.max_head_bytes:
+                self._refuse(head_too_large(self._limits.max_head_bytes))
+                return
+        if self._held:
+            self.flow.hold()
+        elif self._has_begun and self._timer is None:
+            self._await(self._limits.head_timeout_s, self._head_is_late)
+
+    def _num_wanted(self) -> int:
+        """How much is parsed next: of a body that says how long it is, all that is left."""
+        if not self._is_whole:
+            for name, value in self.headers:
+                if name == b"content-length":
+                    return max(_PART_BYTES, int(value) - self._num_body_bytes)
+        return _PART_BYTES
+
+    def _feed(self, part: memoryview) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(part)
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = part[upgrade.args[0] :].tobytes() + self._held.tobytes()
+            head = self._head_without_upgrade() if self._ignores_upgrade else b""
+            self._ignores_upgrade = False
+            self._num_bare_bytes = 0
+            self._held = memoryview(head + rest)
+        except httptools.HttpParserError:
+            self._refuse(ApiError(400, "what came is no request of HTTP/1.1"))
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head once more, for the parser to read what follows as the body that it is."""
+        lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def on_message_begin(self) -> None:
+        self._has_begun = True
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = self._is_whole = False
-        self._num_head_bytes = 0
+        if self.parser.should_upgrade():
+            names = {name for name, _ in self.headers}
+            has_body = b"content-length" in names or b"transfer-encoding" in names
+            self._ignores_upgrade = has_body and b"upgrade" in names
+            if self._ignores_upgrade:
+                return
+        self._is_in_head = self._is_whole = self._has_begun = False
+        self._num_bare_bytes = self._num_body_bytes = 0
         self._await(None)
-        if len(self.pipeline) >= _MAX_PIPELINED:
-            self.transport.close()
-            return
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._num_bare_bytes = 0
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        if self._ignores_upgrade:
+            return
         self._is_in_head = self._is_whole = True
-        if self.cycle is not None and self.cycle.response_complete:
+        self._num_bare_bytes = 0
+        if self._is_answered:
             self._await(None)
         super().on_message_complete()
 
+    # -- what goes out -----------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] != "1.1":
+            cycle = OldCycle.of(cycle)
+            if self._has_ended:
+                cycle.half_close()
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # Nobody counts or times what still comes of a message that has been answered.
-        if not self._is_whole and not self.transport.is_closing():
-            self._await(_DRAIN_S, self.transport.close)
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, msg))
-
-    def _head_is_late(self) -> None:
-        if self._num_head_bytes == 0:  # it has said nothing, so there is nothing to answer
-            self.transport.close()
-        else:
-            self._refuse(ApiError(408, "the request's headers took too long to arrive"))
-
-    def _await(self, delay_s: float | None, call: Callable[[], None] | None = None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if call is None else self.loop.call_later(delay_s, call)  # type: ignore[arg-type]
-
-    def _refuse(self, error: ApiError) -> None:
-        """Answer outside of the application, and hang up."""
-        self._await(None)
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:  # else it would land in an answer
+        if self._held:
+            self.flow.release()
+            self._parse()
+        if not self._is_answered:
+            return
+        if self._refusal is not None:
+            self._hang_up(self._refusal)
+        elif self._has_ended:
+            self.transport.close()
+        elif not self._is_whole:  # nobody counts or times what still comes of it
+            self._await(_DRAIN_S, self.transport.close)
+
+    # -- refusals ----------------------------------------------------------------------------------
+
+    def _head_is_late(self) -> None:
+        self._timer = None
+        if self.flow.read_paused:  # it may have come, and has not been read
+            self._await(self._limits.head_timeout_s, self._head_is_late)
+        elif self._has_begun:
+            self._refuse(ApiError(408, "the request's headers took too long to arrive"))
+        elif self._is_answered:  # it has said nothing, so there is nothing to answer
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Take no more from this client, and tell it why behind the answers that it waits for."""
+        self._await(None)
+        self._held = _NOTHING
+        if self.transport.is_closing():
+            return
+        if not self._is_whole and not self._is_answered:
+            if self.cycle is self._running:
+                self._abandon(error)
+                return
+            assert self._running is not None
+            self.pipeline.popleft()  # of the one that has no end, nobody has been told
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._running
+        self._refusal = error
+        if self._refused is not None:
+            self._refused(error, self.client)
+        if self._is_answered:
+            self._hang_up(error)
+
+    def _abandon(self, error: ApiError) -> None:
+        """Give up in the middle of a body: who reads it is told that the client has left, so that
+        the request has been counted."""
+        self._hang_up(None if self.cycle.response_started else error)
+
+    def _hang_up(self, error: ApiError | None) -> None:
+        """Answer outside of the application, and close."""
+        if error is not None:
             body = msgspec.json.encode(error.body())
             head = [STATUS_LINE[error.status]]
             head += [b"%s: %s\r\n" % header for header in self.server_state.default_headers]
@@ -120,10 +322,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write(b"".join([*head, body]))
         self.transport.close()
 
+    def _await(self, delay_s: float | None, call: Callable[[], None] | None = None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if call is None else self.loop.call_later(delay_s, call)  # type: ignore[arg-type]
 
-def bounded_protocol(limits: ConnectionLimits) -> Any:
+
+def bounded_protocol(limits: ConnectionLimits, refused: Refused | None = None) -> Any:
     """The protocol as uvicorn's `http` setting takes it."""
-    return functools.partial(BoundedProtocol, limits=limits)
+    return functools.partial(BoundedProtocol, limits=limits, refused=refused)
 
 
 def head_too_large(max_head_bytes: int) -> ApiError:

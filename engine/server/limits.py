@@ -72,9 +72,9 @@ def _check_tokens(token_ids: list[Any], body: dict[str, Any], state: ServerState
     if most is not None and len(token_ids) >= most:
         raise ApiError(
             400,
-            f"the prompt has {len(token_ids)} tokens, and the context of {most} must also hold at "
-            "least one output token. Shorten the prompt, set truncate_prompt_tokens, or raise "
-            "max_model_len.",
+            f"the prompt has {len(token_ids)} tokens: the context of {most} tokens "
+            "(--max-model-len) must also hold at least one output token. Shorten the prompt, or "
+            "keep only its end with truncate_prompt_tokens.",
             param="prompt",
             code="context_length_exceeded",
         )

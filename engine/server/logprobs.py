@@ -74,40 +74,40 @@ def most_likely(position: LogprobsOnePosition, num_top: int) -> list[tuple[int, 
 
 
 class CompletionLogprobs:
-    """The older form, in parallel lists, over the deltas of one output.
+    """The older form, in parallel lists.
 
     Args:
         names: names of tokens.
         num_top: how many most likely tokens there are besides the chosen one.
     """
 
-    __slots__ = ("_names", "_num_top", "_offset")
+    __slots__ = ("_names", "_num_top")
 
     def __init__(self, names: TokenNames, num_top: int) -> None:
         self._names = names
         self._num_top = num_top
-        self._offset = 0
 
-    def take(self, positions: Iterable[tuple[int, LogprobsOnePosition | None]]) -> dict[str, Any]:
+    def take(
+        self,
+        positions: Iterable[tuple[int, LogprobsOnePosition | None]],
+        offsets: Sequence[int],
+    ) -> dict[str, Any]:
         """The entries of the next tokens; a token that nothing predicts has None.
 
         Args:
             positions: token ids, each with its log probabilities.
+            offsets: where each token begins in the text.
         """
-        offsets: list[int] = []
         logprobs: list[float | None] = []
         tokens: list[str] = []
         tops: list[dict[str, float] | None] = []
         for token_id, position in positions:
             entry = None if position is None else position[token_id]
-            text = self._names.name(token_id, entry)
-            offsets.append(self._offset)
-            self._offset += len(text)
-            tokens.append(text)
+            tokens.append(self._names.name(token_id, entry))
             logprobs.append(None if entry is None else finite(entry.logprob))
             tops.append(None if position is None else self._top(position))
         return {
-            "text_offset": offsets,
+            "text_offset": list(offsets),
             "token_logprobs": logprobs,
             "tokens": tokens,
             "top_logprobs": tops,

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from engine.server.errors import ApiError
 from engine.server.metrics_share import MetricsShare
 from engine.server.observe import Observation
-from engine.server.state import ServerState
+from engine.server.state import ServerState, server_of
 from instrumentation import Gauge, Metric, SinkName
 from instrumentation.engine_metrics import ENGINE_UP
 from instrumentation.metric_merge import merge_snapshots
@@ -110,20 +110,19 @@ class MetricsPage:
 
 
 @router.get("/metrics", response_class=Response)
-@router.head("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Every metric of the catalogue, for Prometheus."""
-    page: MetricsPage = request.app.state.metrics_page
+    page = server_of(request).metrics_page
     headers = request.headers
     return await page.render(headers.get("accept", ""), headers.get("accept-encoding", ""))
 
 
 def add_metrics(app: FastAPI, state: ServerState) -> None:
-    """Serve `/metrics`; `app.state.metrics_page` is where its snapshots come from."""
-    page = MetricsPage(state, app.state.observation)
+    """Serve `/metrics`; `state.metrics_page` is where its snapshots come from."""
+    page = MetricsPage(state, state.observation)
     attachment = state.engine.attachment
     if attachment is not None:
         page.share = MetricsShare(attachment.directory, attachment.client_index, page.own_snapshot)
         page.snapshot = page.shared_snapshot
-    app.state.metrics_page = page
+    state.metrics_page = page
     app.include_router(router)

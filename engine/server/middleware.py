@@ -23,7 +23,7 @@ from engine.server.state import ServerState
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 """Asked by load balancers and by people who want to know what is here: they say nothing of users,
 and need no key ever."""
-PAGES = PUBLIC_PATHS | {"/favicon.ico", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
+PAGES = PUBLIC_PATHS | {"/favicon.ico", "/docs", "/openapi.json"}
 """What browsers open, which cannot send a key with that. The pages are the same for everybody; the
 live one asks for the key and sends it when it fetches what is shown on it."""
 METRICS_PATH = "/metrics"
@@ -131,7 +131,7 @@ class _BoundedBody:
 def add_guards(app: FastAPI, state: ServerState) -> None:
     """Put the guard before the routes and, if browsers are to be let in, CORS before the guard, so
     that preflights need no key and scripts may read refusals too."""
-    app.add_middleware(GuardMiddleware, state=state)  # type: ignore[arg-type]
+    app.add_middleware(GuardMiddleware, state=state)
     config: ServerConfig = state.config
     if config.allowed_origins:
         app.add_middleware(

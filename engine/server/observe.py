@@ -6,6 +6,7 @@ and `arrival_ns` in `request.state`, and may leave `outcome`, `refusal`, `respon
 `num_prompt_tokens` there.
 """
 
+import functools
 import itertools
 import time
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.frontend.request_tracer import HttpArrival, RequestTracer
 from engine.log import serving
 from engine.server.access_log import log_exchange
+from engine.server.errors import ApiError
 from engine.server.exchange import ExchangeState, RequestHeaders
 from engine.server.loop_watch import LoopWatch
 from engine.server.route_names import OTHER, RouteNames, route_path
@@ -84,6 +86,16 @@ class Observation:
         told["arrival_ns"] = exchange.arrival_ns
         exchange.told = told
         return exchange
+
+    def refuse(self, error: ApiError, client: tuple[str, int] | None) -> None:
+        """A connection was refused before there was a request: one arrival, and its outcome."""
+        scope: dict[str, Any] = {"type": "http", "method": "-", "path": "-", "headers": []}
+        scope["client"] = client
+        exchange = self.begin(scope)
+        exchange.status, exchange.is_complete = error.status, True
+        if error.code == "too_many_connections":
+            scope["state"]["refusal"] = "connections_full"
+        self.end(exchange, None)
 
     def end(self, exchange: ExchangeState, error: BaseException | None) -> None:
         """It has ended: count it, trace it, log it."""
@@ -167,8 +179,7 @@ class ObserveMiddleware:
     ) -> None:
         self.app = app
         self._observation = observation
-        self._make_names = names
-        self._names: RouteNames | None = None
+        self._names = names
         self._shows_ids = shows_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,9 +188,7 @@ class ObserveMiddleware:
             return
         observation = self._observation
         observation.loop_watch.start()
-        if self._names is None:
-            self._names = self._make_names()
-        route, method_label = self._names.find(route_path(scope), scope["method"])
+        route, method_label = self._names().find(route_path(scope), scope["method"])
         exchange = observation.begin(scope, route=route, method_label=method_label)
         wire = _Wire(exchange, receive, send, observation, shows_id=self._shows_ids)
         error: BaseException | None = None
@@ -271,9 +280,9 @@ class _Wire:
 
 
 def observe(app: FastAPI, state: ServerState) -> Observation:
-    """Watch an application; `app.state.observation` is what has been seen."""
+    """Watch an application; `state.observation` is what has been seen."""
     observation = Observation(state)
-    app.state.observation = observation
+    state.observation = observation
     build = app.build_middleware_stack
 
     def build_watched() -> Any:
@@ -281,7 +290,7 @@ def observe(app: FastAPI, state: ServerState) -> Observation:
         return ObserveMiddleware(
             build(),
             observation,
-            names=lambda: RouteNames(app.routes),
+            names=functools.cache(lambda: RouteNames(app.routes)),
             shows_ids=state.config.enable_request_id_headers,
         )
 

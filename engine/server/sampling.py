@@ -14,7 +14,7 @@ from engine.errors import (
     PromptError,
     QueueFullError,
     RequestError,
-    SamplingParamsError,
+    TokenizerError,
 )
 from engine.server.errors import ApiError
 from engine.server.protocol.common import SamplingFields
@@ -52,8 +52,27 @@ _GUIDED = {
     "guided_grammar": "grammar",
 }
 _FORMATS = ("regex", "choice", "grammar", "structural_tag")
+_FLAGS = {
+    'LLM(scheduling_policy="priority")': "a server with --scheduling-policy priority",
+    "max_logprobs of the engine": "--max-logprobs of the server",
+    "(max_model_len)": "(--max-model-len)",
+    "(skip_tokenizer_init=True)": "(--skip-tokenizer-init)",
+    "the argument of chat() of that name": "the field of that name",
+}
+"""What the engine's messages say to who writes Python, and what a client's operator can do."""
+_JSON_WORDS = {
+    "None": "null",
+    "True": "true",
+    "False": "false",
+    "dictionary": "object",
+    "dictionaries": "objects",
+    "a ": "an ",
+}
+_PYTHON_WORD = re.compile(r"\b(?:(?:None|True|False|dictionary|dictionaries)\b|a (?=dictionary\b))")
 _PLACE = re.compile(r'messages\[\d+\](?:\["\w+"\]|\[\d+\])*')
 _KEY = re.compile(r'\["(\w+)"\]')
+_FORM = re.compile(r"(structured_outputs\.[a-z_]+)((?:\.[\w$-]+|\[(?:\d+|'[^']*')\])*)(?=[: ])")
+"""A form of the output at the beginning of a message, and the place in it."""
 _FIRST_WORD = re.compile(r"[a-z_]+(?:\.[a-z_]+)?")
 
 
@@ -81,10 +100,8 @@ def make_params(
     """
     given = {name: getattr(body, name) for name in SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None} | values
-    if given.get("truncate_prompt_tokens") == -1:
-        context = engine.config.model.max_model_len
-        assert context is not None
-        given["truncate_prompt_tokens"] = context - 1
+    if (kept := given.get("truncate_prompt_tokens")) is not None:
+        given["truncate_prompt_tokens"] = _num_kept(kept, engine.config.model.max_model_len)
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     with naming_fields(names):
         return engine.get_default_sampling_params().clone(
@@ -112,6 +129,34 @@ def wanted_form(body: SamplingFields) -> tuple[str | None, dict[str, Any] | None
         first, second, *_ = found
         raise ApiError(400, f"give one of {first} and {second}, not both", param=second)
     return next(iter(found.items()), (None, None))
+
+
+def form_names(field: str | None) -> dict[str, str]:
+    """The body's names of `structured_outputs` and what is in it, for the field of a form."""
+    if field is None or field == "structured_outputs":
+        return {}
+    names = {"structured_outputs": field}
+    if field in _GUIDED:
+        names[f"structured_outputs.{_GUIDED[field]}"] = field
+    elif field == "response_format":
+        names["structured_outputs.json"] = "response_format.json_schema.schema"
+        names |= {f"structured_outputs.{name}": f"response_format.{name}" for name in _FORMATS}
+    return names
+
+
+def _num_kept(kept: int, context: int | None) -> int:
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
+    assert context is not None
+    if kept == -1:
+        return context - 1
+    if not 1 <= kept < context:
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens must be from 1 to {context - 1}, which is what the context of "
+            f"{context} tokens holds beside an output token, or -1 for as many as that; got {kept}",
+            param="truncate_prompt_tokens",
+        )
+    return kept
 
 
 def _response_format(value: dict[str, Any]) -> dict[str, Any] | None:
@@ -160,24 +205,40 @@ def naming_fields(names: Mapping[str, str], *, prompt: str = "prompt") -> Iterat
         yield
     except QueueFullError:
         raise
-    except SamplingParamsError as error:
+    except (RequestError, ConfigError, TokenizerError) as error:
         message = str(error)
-        raise ApiError(400, message, param=field_of(message, names)) from error
-    except PromptError as error:
-        message = str(error)
-        if message.startswith("request id"):
-            raise ApiError(400, message, param="request_id") from error
-        if message.startswith(("cache_salt", "priority", "chat_template_kwargs")):
-            raise ApiError(400, message, param=field_of(message, names)) from error
-        if message.startswith(("chat_template is", "the chat template is not")):
-            raise ApiError(400, message, param="chat_template") from error
         code = "context_length_exceeded" if "the context of" in message else None
-        raise ApiError(400, message, param=_part_of(message) or prompt, code=code) from error
-    except RequestError as error:
-        param = getattr(error, "param", None) or field_of(str(error), names)
-        raise ApiError(400, str(error), param=param) from error
-    except ConfigError as error:
-        raise ApiError(400, str(error), param=field_of(str(error), names)) from error
+        param = getattr(error, "param", None)
+        if isinstance(error, TokenizerError):  # there is none
+            param = prompt
+        elif param is None and isinstance(error, PromptError):
+            param = _part_of(message) or _other_field(message) or prompt
+        elif param is None:
+            param = field_of(message, names)
+        raise ApiError(400, in_api_words(message, names), param=param, code=code) from error
+
+
+def in_api_words(message: str, names: Mapping[str, str]) -> str:
+    """A message of the engine as a client reads it: its fields, the server's flags, JSON's words.
+
+    What it quotes of the request, behind "got", stays as it is.
+
+    Args:
+        names: the body's names of fields, by the engine's, where they differ.
+    """
+    if message.startswith("the chat template"):  # in whose own words it may go on
+        return message
+    for words, ours in _FLAGS.items():
+        message = message.replace(words, ours)
+    if (place := _PLACE.match(message)) is not None:
+        message = _KEY.sub(r".\1", place[0]) + message[place.end() :]
+    said, got, quoted = message.partition(", got ")
+    for name in sorted(names, key=len, reverse=True):
+        end = r"(?!\w)" if "." in name else r"(?![\w.])"  # of a schema a place in it may follow
+        said = re.sub(rf"(?<![\w.]){re.escape(name)}{end}", names[name], said)
+    if quoted.rstrip(".") == "None":
+        quoted = quoted.replace("None", "null")
+    return _PYTHON_WORD.sub(lambda match: _JSON_WORDS[match[0]], said) + got + quoted
 
 
 def _part_of(message: str) -> str | None:
@@ -186,10 +247,23 @@ def _part_of(message: str) -> str | None:
     return None if match is None else _KEY.sub(r".\1", match[0])
 
 
+def _other_field(message: str) -> str | None:
+    """The field that is wrong with a prompt's request, if it is not the prompt."""
+    if message.startswith("request id"):
+        return "request_id"
+    if message.startswith(("chat_template is", "the chat template is not")):
+        return "chat_template"
+    named = ("cache_salt", "priority", "chat_template_kwargs", "truncate_prompt_tokens")
+    return field_of(message, {}) if message.startswith(named) else None
+
+
 def field_of(message: str, names: Mapping[str, str]) -> str | None:
     """The field that a message of the engine begins with."""
     if message.startswith("unknown structured output"):
         return names.get("structured_outputs", "structured_outputs")
+    match = _FORM.match(message)
+    if match is not None:
+        return names.get(match[1], names.get("structured_outputs", match[1])) + match[2]
     match = _FIRST_WORD.match(message)
     if match is None:
         return None

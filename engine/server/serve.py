@@ -24,7 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.api.async_llm import AsyncLLM
-from engine.errors import ConfigError, IsinglassError
+from engine.errors import ConfigError, EngineDeadError, IsinglassError
 from engine.log import configure, get_logger
 from engine.server.announce import announce
 from engine.server.app import make_app
@@ -191,9 +191,11 @@ class _Life:
     async def run(self) -> int:
         """Serve until the end; returns the exit code."""
         self._signals = StopSignals()
+        if (peers := self._state.peers) is not None:
+            await peers.start()
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]), name="http")
         work = asyncio.create_task(self._serve(), name="life")
-        share: MetricsShare | None = self._app.state.metrics_page.share
+        share: MetricsShare | None = self._state.metrics_page.share
         sharing = None if share is None else asyncio.create_task(share.publish(), name="share")
         code = 1
         try:
@@ -210,6 +212,8 @@ class _Life:
             if sharing is not None:
                 sharing.cancel()
                 await asyncio.gather(sharing, return_exceptions=True)
+            if peers is not None:
+                await peers.close()
         forced = self._signals.second.is_set()
         return 128 + self._signals.number if forced else code
 
@@ -221,6 +225,9 @@ class _Life:
         if attachment is None or attachment.counts_steps:  # of several, one speaks for all
             began_ns = self._began_ns if attachment is None else attachment.began_ns
             announce(self._state, self._listener, (time.monotonic_ns() - began_ns) / 1e9)
+            if self._state.config.warm_up_structured_outputs:
+                with contextlib.suppress(EngineDeadError):  # `death` tells of it
+                    await self._engine.warm_up_structured_outputs()
         death = asyncio.create_task(self._engine.wait_for_death(), name="death")
         stop = asyncio.create_task(self._signals.first.wait(), name="stop")
         await asyncio.wait([death, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -245,6 +252,7 @@ class _Life:
             return False
         error = start.exception()
         if error is None:
+            await self._state.recording.catch_up()
             self._state.phase = Phase.READY
             return True
         self._state.phase = Phase.DEAD
@@ -308,7 +316,7 @@ class _Life:
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             self._http.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
-            self._app.state.metrics_page.close()
+            self._state.metrics_page.close()
             hurry.cancel()
 
     async def _end_at_second_signal(self) -> None:
@@ -331,7 +339,7 @@ def _uvicorn_config(state: ServerState, app: FastAPI) -> uvicorn.Config:
     )
     return uvicorn.Config(
         app,
-        http=bounded_protocol(limits),
+        http=bounded_protocol(limits, state.observation.refuse),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -3,16 +3,25 @@
 Knows when requests are taken. Does not know HTTP's forms.
 """
 
+import asyncio
 import enum
 import time
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
 from engine.api.async_llm import AsyncLLM
 from engine.server.admission import Admission
 from engine.server.auth import ApiKeys
+from engine.server.chat_templates import ChatTemplates
 from engine.server.config import ServerConfig
 from engine.server.errors import ApiError
+from engine.server.peers import Peers
+from engine.server.recording import ServerRecording
+
+if TYPE_CHECKING:
+    from engine.server.metrics import MetricsPage
+    from engine.server.observe import Observation
 
 
 class Phase(enum.Enum):
@@ -25,7 +34,19 @@ class Phase(enum.Enum):
 
 
 class ServerState:
-    """One per process; routes get it through `server_of`."""
+    """One per process; routes get it through `server_of`.
+
+    Attributes:
+        observation: what has been seen of requests; `observe` puts it here.
+        metrics_page: where scrapes read from; `add_metrics` puts it here.
+        control_call: the last call to the engine core that steers it.
+        flight_record_s: when the last flight record was asked for.
+    """
+
+    observation: "Observation"
+    metrics_page: "MetricsPage"
+    control_call: "asyncio.Task[Any] | None" = None
+    flight_record_s: float | None = None
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, keys: ApiKeys | None = None) -> None:
         self.engine = engine
@@ -35,6 +56,15 @@ class ServerState:
         self.num_serving = 0
         """HTTP requests that are being answered, but for streams without an end."""
         self.admission = Admission(engine, config)
+        self.chat_templates = ChatTemplates(config)
+        self.peers: Peers | None = None
+        """The other frontends, where there are several."""
+        attachment = engine.attachment
+        if attachment is not None:
+            self.peers = Peers(
+                attachment.directory, attachment.client_index, config.api_server_count
+            )
+        self.recording = ServerRecording(engine, self.peers)
         self.started_unix_s = int(time.time())
         if config.served_model_name:
             engine.labelled_name = config.served_model_name[0]

@@ -20,7 +20,7 @@ from engine.errors import EngineDeadError
 from engine.frontend.output_stream import RequestStream
 from engine.log import get_logger
 from engine.server.errors import CLIENT_LEFT_STATUS, ApiError, as_api_error
-from engine.server.sampling import field_of
+from engine.server.sampling import field_of, in_api_words
 from engine.server.state import Phase, ServerState
 from engine.server.usage import Usage
 from engine.types.outputs import RequestOutput
@@ -170,7 +170,7 @@ class GenerationResponse(Response):
             if error.is_clients_fault:
                 return ApiError(
                     400,
-                    str(error),
+                    in_api_words(str(error), self._names),
                     param=field_of(str(error), self._names),
                     code="generation_refused",
                 )

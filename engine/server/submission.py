@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from fastapi import Request
 
 from engine.api.async_llm import AsyncLLM
+from engine.errors import SamplingParamsError
 from engine.frontend.input_processor import ProcessedParams, ProcessedPrompt, Prompt
 from engine.frontend.output_stream import RequestStream
 from engine.server.admission import Reservation
@@ -116,11 +117,24 @@ class Submission(NamedTuple):
             with engine.llm_engine.counting_rejections(**self._arrived()):
                 own = engine.llm_engine.input_processor.process_params(self.params)
                 ready = await engine.process_prompts(prompts, own)
+                self._check_room(ready, engine.config.model.max_model_len)
             num_tokens = sum(len(prompt.token_ids) for prompt in ready)
             request.state.num_prompt_tokens = num_tokens
             request.state.response_id = self.origin.response_id  # by which the engine knows it
             room.add_tokens(own.n * num_tokens)
             return await self._submit(engine, ready, ProcessedParams(own), room)
+
+    def _check_room(self, prompts: Sequence[ProcessedPrompt], context: int | None) -> None:
+        """Refuse what the context cannot hold, where an engine's own caller gets what it can."""
+        asked = self.body.asked_tokens
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if asked is None or context is None or longest + asked <= context:
+            return
+        raise SamplingParamsError(
+            f"max_tokens={asked} and the prompt's {longest} tokens are {asked + longest} together, "
+            f"and the context of {context} tokens must hold both. Ask for at most "
+            f"{context - longest}, or shorten the prompt."
+        )
 
     def _arrived(self) -> dict[str, Any]:
         return self.origin.arrived(self.operation) | {"params": self.params}

@@ -33,7 +33,6 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     state = server_of(request)
     state.require_ready()
     state.check_model(body.model)
-    tokenizer = state.engine.get_tokenizer()
     ids = await _ids(state.engine, body, request)
     answer: dict[str, Any] = {
         "count": len(ids),
@@ -41,6 +40,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         "tokens": ids,
     }
     if body.return_token_strs:
+        tokenizer = state.engine.get_tokenizer()
         answer["token_strs"] = [tokenizer.id_to_token(token_id) for token_id in ids]
     return json_response(answer)
 
@@ -55,8 +55,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     state = server_of(request)
     state.require_ready()
     state.check_model(body.model)
-    tokenizer = state.engine.get_tokenizer()
     with naming_fields({}, prompt="tokens"):
+        tokenizer = state.engine.get_tokenizer()
         text = await state.engine.with_texts(
             partial(tokenizer.decode, body.tokens, skip_special_tokens=False), body.tokens
         )
@@ -70,7 +70,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
     state.require_ready()
     tokenizer = state.engine.get_tokenizer()
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    template, _ = request.app.state.chat_templates.choose(None, tokenizer, has_tools=False)
+    template, _ = state.chat_templates.choose(None, tokenizer, has_tools=False)
     return {name: tokenizer.special_tokens.get(name) for name in names} | {
         "tokenizer_class": type(tokenizer).__name__,
         "chat_template": template,
@@ -80,23 +80,19 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 
 
 async def _ids(engine: AsyncLLM, body: TokenizeRequest, request: Request) -> list[int]:
-    encode, text = engine.get_tokenizer().encode, body.prompt
-    if text is not None:
-        adds = body.add_special_tokens is not False
-        with naming_fields({}):
-            return await engine.with_texts(partial(encode, text, add_special_tokens=adds), text)
-    conversation = Conversation.of(body, body.messages, request)
-    with naming_fields({}, prompt="messages"):
-        plan = plan_chat(
-            conversation.formats,
-            body.messages,
-            tools=body.tools,
-            chat_template_kwargs=body.chat_template_kwargs,
-            is_answered=False,
-        )
-        prompt = await conversation.render(plan)
-    assert isinstance(prompt, dict)
-    if "prompt_token_ids" in prompt:
-        return list(prompt["prompt_token_ids"])
-    text = prompt["prompt"]
-    return await engine.with_texts(partial(encode, text), text)
+    text, adds = body.prompt, body.add_special_tokens is not False
+    if text is None:
+        with naming_fields({}, prompt="messages"):
+            conversation = Conversation.of(body, body.messages, request)
+            plan = plan_chat(
+                conversation.formats,
+                body.messages,
+                tools=body.tools,
+                chat_template_kwargs=body.chat_template_kwargs,
+                is_answered=False,
+            )
+            prompt = await conversation.render(plan)
+        text, adds = prompt["prompt"], prompt.get("add_special_tokens", True)
+    with naming_fields({}):
+        encode = partial(engine.get_tokenizer().encode, text, add_special_tokens=adds)
+        return await engine.with_texts(encode, text)

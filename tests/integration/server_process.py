@@ -86,6 +86,7 @@ class ServerProcess:
                 [
                     *(sys.executable, "-m", "engine.api.cli", "serve"),
                     *(() if "--uds" in self._flags else ("--port", str(self.port))),
+                    "--no-warm-up-structured-outputs",  # seconds of a processor, for each server
                     *self._flags,
                 ],
                 stdin=subprocess.DEVNULL,

@@ -133,6 +133,7 @@ def test_plain_http_at_a_tls_port_disturbs_nobody(
 # -- a Unix socket, and a queue with a limit -------------------------------------------------------
 
 MAX_WAITING, MAX_WAITING_TOKENS = 4, 600
+MAX_STEP_TOKENS = int(SMALL_FLAGS[SMALL_FLAGS.index("--max-num-batched-tokens") + 1])
 
 
 @pytest.fixture(scope="module")
@@ -220,10 +221,10 @@ def test_a_batch_is_let_in_whole_or_not_at_all(uds_client: httpx.Client, socket_
     whole = uds_client.post("/v1/completions", json=COMPLETION | {"prompt": ["a"] * MAX_WAITING})
     assert (whole.status_code, len(whole.json()["choices"])) == (200, MAX_WAITING)
     too_many = [
-        {"prompt": ["a"] * (MAX_WAITING + 1)},
+        {"prompt": ["a"] * (MAX_WAITING + 2)},  # one may run at once
         {"prompt": ["a", "b"], "n": 3, "temperature": 1},
-        {"prompt": "x" * (MAX_WAITING_TOKENS + 1)},
-        {"prompt": ["x" * 200] * 4},
+        {"prompt": "x" * (MAX_WAITING_TOKENS + MAX_STEP_TOKENS + 1)},
+        {"prompt": ["x" * 300] * 4},
     ]
     for fields in too_many:
         answer = uds_client.post("/v1/completions", json=COMPLETION | fields)

@@ -187,7 +187,8 @@ def test_the_core_is_killed_under_load(
 @pytest.mark.parametrize("seconds", [2.0, pytest.param(10.0, marks=pytest.mark.slow)])
 def test_the_core_is_stopped_and_goes_on(seconds: float, text_llama: Path) -> None:
     """Requests wait, those that would wait too many are refused, and nothing is lost."""
-    with ServerProcess(str(text_llama), *QUIET, "--max-num-queued-reqs", "4") as server:
+    limits = ("--max-num-queued-reqs", "4", "--max-num-seqs", "4")
+    with ServerProcess(str(text_llama), *QUIET, *limits) as server:
         core = processes(server)["EngineCore"]
 
         async def run() -> None:

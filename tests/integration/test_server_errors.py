@@ -56,6 +56,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": -2}, "logprobs"),
     ({"prompt_logprobs": -2}, "prompt_logprobs"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 8192}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": HUGE}, "truncate_prompt_tokens"),
+    ({"max_tokens": 8192}, "max_tokens"),
+    ({"max_tokens": HUGE}, "max_tokens"),
+    ({"logprobs": 2001}, "logprobs"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -79,7 +85,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
-        "response_format",
+        "response_format.json_schema.schema.type",
     ),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
     ({"structured_outputs": {}}, "structured_outputs"),
@@ -101,6 +107,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 2}, "logprobs"),
     ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
     ({"max_completion_tokens": 3}, "max_tokens"),
+    ({"max_completion_tokens": 8192, "max_tokens": None}, "max_completion_tokens"),
+    ({"max_completion_tokens": 1, "max_tokens": None, "min_tokens": 2}, "min_tokens"),
+    ({"logprobs": True, "top_logprobs": 2001}, "top_logprobs"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"functions": [{"name": "f"}]}, "functions"),
@@ -145,6 +154,8 @@ def assert_refused(answer: httpx.Response, status: int, param: str | None) -> di
     assert error["param"] == param
     assert error["type"].endswith("_error")
     assert not re.search(r"Traceback|\.py\b|site-packages|object at 0x", answer.text)
+    said = error["message"].partition(", got ")[0]
+    assert not re.search(r"\b(None|True|False)\b|dictionar|\w\(|\[\"|max_model_len", said), said
     assert len(answer.text) < 2000
     return dict(error)
 
@@ -166,11 +177,41 @@ def test_wrong_chats_name_the_field(http: httpx.Client, stream: bool) -> None:
 
 
 def test_too_long_a_prompt_says_how_long(http: httpx.Client) -> None:
-    answer = http.post("/v1/completions", json={"prompt": [5] * 9000})
-    error = assert_refused(answer, 400, "prompt")
+    long = "A conversation of four megabytes. " * 120_000
+    for path, body, param, length in (
+        ("/v1/completions", {"prompt": [5] * 9000}, "prompt", r"9000"),
+        ("/v1/completions", {"prompt": "so " * 9000}, "prompt", r"\d+"),
+        ("/v1/completions", {"prompt": long}, "prompt", r"at least \d+"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": long}]},
+            "messages",
+            r"at least \d+",
+        ),
+    ):
+        began = time.monotonic()
+        error = assert_refused(http.post(path, json=body), 400, param)
+        assert time.monotonic() - began < 5  # tokenizing the longest takes three times as long
+        assert error["code"] == "context_length_exceeded"
+        assert re.match(rf"the prompt has {length} tokens: the context of 8192", error["message"])
+    kept = http.post(
+        "/v1/completions", json=COMPLETION | {"prompt": long, "truncate_prompt_tokens": 7}
+    ).json()
+    assert kept["usage"]["prompt_tokens"] == 7
+
+
+def test_more_tokens_than_fit_are_refused_with_the_numbers(http: httpx.Client) -> None:
+    ends_at_once = {"allowed_token_ids": [5], "stop_token_ids": [5]}
+    fits = {"prompt": [6] * 92, "max_tokens": 8100} | ends_at_once
+    assert http.post("/v1/completions", json=fits).json()["usage"]["completion_tokens"] == 1
+    answer = http.post("/v1/completions", json={"prompt": [5] * 8190, "max_tokens": 3})
+    error = assert_refused(answer, 400, "max_tokens")
     assert error["code"] == "context_length_exceeded"
-    assert "9000 tokens" in error["message"]
-    assert "8192" in error["message"]
+    for number in ("max_tokens=3", "8190 tokens", "8193", "8192 tokens", "at most 2"):
+        assert number in error["message"]
+    chat = CHAT | {"max_tokens": 8192, "stream": True}
+    error = assert_refused(http.post("/v1/chat/completions", json=chat), 400, "max_tokens")
+    assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

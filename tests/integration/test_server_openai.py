@@ -185,6 +185,29 @@ def test_echo_shows_the_prompt(client: openai.OpenAI, http: httpx.Client) -> Non
     assert by_ids.choices[0].text.startswith(PROMPTS[0])
 
 
+@pytest.mark.parametrize("by_id", [False, True])
+def test_text_offsets_are_places_in_the_echo(client: openai.OpenAI, by_id: bool) -> None:
+    """Behind characters of several tokens and special tokens, whatever the tokens are called."""
+    prompt = "Say 🙂🙃 中文<|im_end|>\nÅ. Then"
+    options: dict[str, Any] = {"prompt": prompt, "temperature": 0, "max_tokens": 4, "echo": True}
+    extra = {"return_tokens_as_token_ids": by_id}
+    (choice,) = client.completions.create(
+        model=MODEL, logprobs=0, extra_body=extra, **options
+    ).choices
+    assert choice.text.startswith(prompt)
+    assert choice.logprobs is not None
+    offsets = choice.logprobs.text_offset or []
+    assert offsets == sorted(offsets)
+    assert max(offsets) < len(choice.text)
+    for word in (" 🙂", "🙃", " 中", "<|im_end|>", "Å", ".", " Then"):
+        assert choice.text.index(word) in offsets, word
+    for offset, name in zip(offsets, choice.logprobs.tokens or [], strict=True):
+        assert by_id or choice.text.startswith(name, offset)
+    streamed, chunks = stream_completion(client, logprobs=0, extra_body=extra, **options)
+    parts = [chunk.choices[0].logprobs.text_offset for chunk in chunks]
+    assert (streamed[0], [one for part in parts for one in part]) == (choice.text, offsets)
+
+
 def test_n_and_seed(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"prompt": PROMPTS[:2], "max_tokens": 12, "n": 3, "seed": 11}
     first = client.completions.create(model=MODEL, temperature=1.5, **options)

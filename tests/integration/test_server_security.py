@@ -8,6 +8,7 @@ import ast
 import json
 import os
 import re
+import socket
 import stat
 import threading
 import time
@@ -105,6 +106,27 @@ def test_files_that_clients_name_do_not_exist_in_the_interface() -> None:
     assert {"prompt", "messages", "max_tokens"} <= names
     pathlike = {name for name in names if re.search(r"path|dir|file|folder|url|uri", name)}
     assert not pathlike
+
+
+def test_no_page_has_an_outside_address() -> None:
+    """Whatever a browser can open here comes from here alone, and says so to the browser."""
+    from fastapi.testclient import TestClient
+
+    from engine import AsyncLLM
+    from engine.server.app import make_app
+    from engine.server.config import ServerConfig
+    from engine.server.middleware import PAGES
+    from engine.server.state import ServerState
+
+    client = TestClient(make_app(ServerState(AsyncLLM(), ServerConfig())))
+    answers = {path: client.get(path) for path in sorted(PAGES | {"/redoc"})}
+    shown = {path: one for path, one in answers.items() if one.status_code == 200}
+    assert {"/", "/openapi.json", "/live/live.js"} <= shown.keys()
+    for path, answer in shown.items():
+        names = answer.text.replace("http://www.w3.org/2000/svg", "")  # a name, asked by nobody
+        assert not re.search(r"(?:https?|wss?)://|[\"'(]//", names), path
+        if "html" in answer.headers["content-type"]:
+            assert "default-src 'self'" in answer.headers["content-security-policy"]
 
 
 # -- a server --------------------------------------------------------------------------------------
@@ -366,7 +388,47 @@ def test_prompts_are_refused_by_their_length(prompt: list[Any], client: httpx.Cl
     """Without a look at each item, which takes longer than a step should wait."""
     answer = client.post("/v1/completions", json={"prompt": prompt})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-    assert re.search(r"prompts are too many|tokens, and the context of", answer.text)
+    assert re.search(r"prompts are too many|has \d+ tokens.*the context of", answer.text)
+
+
+# -- clients of other manners ----------------------------------------------------------------------
+
+
+def raw(server: ServerProcess, version: str, *, stream: bool, closes: bool) -> tuple[bytes, bytes]:
+    """Head and body of a completion's answer, to the end of its connection."""
+    fields = {"prompt": "Hi", "max_tokens": 5, "ignore_eos": True, "seed": 1, "stream": stream}
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(head.encode() + body)
+        if closes:
+            connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+    received = received.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+    head_bytes, _, answer = received.partition(b"\r\n\r\n")
+    return head_bytes, answer
+
+
+def test_old_clients_get_streams_that_end_with_the_connection(server: ServerProcess) -> None:
+    head, body = raw(server, "1.0", stream=True, closes=False)
+    assert b"transfer-encoding" not in head
+    assert b"\r\nconnection: close" in head
+    events = body.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    assert all(one.startswith(b"data: ") for one in events[:-1])
+    tokens = [json.loads(one[6:])["choices"][0]["text"] for one in events[:-2]]
+    whole = json.loads(raw(server, "1.0", stream=False, closes=False)[1])
+    assert "".join(tokens) == whole["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_closes_its_side_gets_its_answer(server: ServerProcess, stream: bool) -> None:
+    head, body = raw(server, "1.1", stream=stream, closes=True)
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" in body if stream else json.loads(body)["choices"][0]["text"]
 
 
 # -- last, since it leaves a thread busy -----------------------------------------------------------

@@ -2,11 +2,13 @@
 that look and steer; and what is left to see when its engine dies."""
 
 import concurrent.futures
+import contextlib
 import gzip
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -278,6 +280,30 @@ def test_every_arrival_has_one_outcome(server: ServerProcess) -> None:
         total(samples, f"isinglass_requests_{one}")
         for one in ("finished_total", "rejected_total", "in_flight")
     )
+
+
+def test_what_never_became_a_request_is_counted_and_logged(server: ServerProcess) -> None:
+    before = scrape(server)
+    for request, status in (
+        (b"HELO there\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\npadding: " + b"x" * (80 << 10), b"431"),
+    ):
+        with (
+            contextlib.suppress(ConnectionError),  # 431: the rest of it is not read
+            socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection,
+        ):
+            connection.sendall(request)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+    samples = scrape(server)
+
+    def gained(name: str, **labels: str) -> float:
+        return total(samples, name, **labels) - total(before, name, **labels)
+
+    assert gained("isinglass_http_request_outcomes_total", outcome="client_error") == 1
+    assert gained("isinglass_http_requests_refused_total", reason="headers_too_large") == 1
+    assert gained("isinglass_http_requests_arrived_total") == 3  # and a scrape
+    assert gained("isinglass_http_requests_total") == 3
+    assert '"refusal": "headers_too_large"' in server.log()
 
 
 def test_a_scrape_has_the_whole_catalogue_in_every_form(server: ServerProcess) -> None:

@@ -151,6 +151,7 @@ def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["serve", "--max-model-length", "5"], "unknown option --max-model-length; did you mean"),
         (["serve", "--prot=5"], "unknown option --prot; did you mean --port?"),
         (["serve", "--zzzz"], "unknown option --zzzz\n"),
+        (["serve", "--shutdown-timeout-s", "5"], "did you mean --shutdown-timeout?"),
         (["serve", "--model", "x"], "unknown option --model: the model is the first argument"),
         (["bench", "serve", "--host", "x"], "unknown option --host: give --base-url"),
         (["serve", "a", "b"], "too many arguments: b"),

@@ -1,13 +1,12 @@
 """Connections at their edges, over real sockets: heads without an end, silence, garbage, crowds."""
 
 import asyncio
-import contextlib
 import json
 import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +15,8 @@ import uvicorn
 from starlette.exceptions import HTTPException
 
 from engine.server.config import ServerConfig
-from engine.server.http_protocol import ConnectionLimits, bounded_protocol
+from engine.server.errors import ApiError
+from engine.server.http_protocol import BoundedProtocol, ConnectionLimits, bounded_protocol
 from engine.server.middleware import GuardMiddleware
 from tests.unit.test_server_guards import make_state
 
@@ -50,11 +50,12 @@ def serving(**settings: Any) -> Iterator[tuple[str, int]]:
         head_timeout_s=TIMEOUT_S,
         max_connections=settings.pop("max_connections", None),
     )
+    app, refused = settings.pop("app", application), settings.pop("refused", None)
     state = make_state(max_header_bytes=MAX_HEAD, max_body_bytes=1 << 16, **settings)
     server = uvicorn.Server(
         uvicorn.Config(
-            GuardMiddleware(application, state=state),
-            http=bounded_protocol(limits),
+            GuardMiddleware(app, state=state),
+            http=bounded_protocol(limits, refused),
             loop="uvloop",
             ws="none",
             lifespan="off",
@@ -90,6 +91,13 @@ def receive_all(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         received += b"<reset>"
     return received
+
+
+def wait_until(is_so: Callable[[], bool], within_s: float = 5.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
@@ -238,11 +246,114 @@ def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> N
     assert answers == [(200, {"length": n}) for n in [*range(8), 0]]
 
 
-def test_a_flood_of_pipelined_requests_ends_the_connection(address: tuple[str, int]) -> None:
+def test_a_flood_of_pipelined_requests_is_answered_to_its_last(address: tuple[str, int]) -> None:
+    number = 10_000
     with connect(address) as connection:
-        with contextlib.suppress(OSError):
-            connection.sendall(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000)
-        assert len(receive_all(connection)) < 10_000
+        flood = b"GET /early HTTP/1.1\r\nhost: x\r\n\r\n" * (number - 1)
+        last = b"GET /early HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        sender = threading.Thread(target=connection.sendall, args=[flood + last])
+        sender.start()
+        received = receive_all(connection)
+        sender.join()
+    assert received.count(b"200 OK") == number
+    assert received.endswith(b"}")
+
+
+def test_of_a_pipeline_no_more_is_taken_in_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, received = BoundedProtocol.on_headers_complete, BoundedProtocol.data_received
+    num_queued, num_held = [], []
+
+    def count_queued(self: Any) -> None:
+        made(self)
+        num_queued.append(len(self.pipeline))
+
+    def count_held(self: Any, data: bytes) -> None:
+        received(self, data)
+        num_held.append(len(self._held))
+
+    monkeypatch.setattr(BoundedProtocol, "on_headers_complete", count_queued)
+    monkeypatch.setattr(BoundedProtocol, "data_received", count_held)
+
+    async def take_a_moment(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await asyncio.sleep(0.001)
+        await application({"path": "/early"}, receive, send)
+
+    for size, number in ((10, 200), (8000, 200)):
+        num_queued.clear()
+        num_held.clear()
+        flood = b"GET / HTTP/1.1\r\nx: %s\r\n\r\n" % (b"y" * size) * number
+        with serving(app=take_a_moment) as address, connect(address) as connection:
+            sender = threading.Thread(target=connection.sendall, args=[flood])
+            sender.start()
+            answers = b""
+            while answers.count(b"200 OK") < number:
+                answers += connection.recv(65536)
+            sender.join()
+        assert len(num_queued) == number
+        assert 16 <= max(num_queued) < 16 + 1024 / (21 + size)
+        assert max(num_held) <= 2 * 256 << 10, "two reads"
+    assert max(num_held) > 32 << 10
+
+
+def test_while_a_pipeline_waits_nobody_is_late(address: tuple[str, int]) -> None:
+    """What has come of a head is not read on for longer than a head may take."""
+    with connect(address) as connection:
+        connection.sendall(b"GET /slow HTTP/1.1\r\nhost: xyz\r\n\r\n")
+        connection.sendall(b"GET /early HTTP/1.1\r\nhost: xyz\r\n\r\n" * 200)
+        received = b""
+        while received.count(b"200 OK") < 201:
+            received += connection.recv(65536)
+    assert b"408" not in received
+
+
+def test_what_was_asked_before_garbage_is_answered_before_it(address: tuple[str, int]) -> None:
+    with connect(address) as connection:
+        connection.sendall(
+            b"GET /early HTTP/1.1\r\n\r\nGET /slow HTTP/1.1\r\n\r\nHELO there\r\n\r\n"
+        )
+        answers = answers_of(receive_all(connection))
+    assert [status for status, _ in answers] == [200, 200, 400]
+
+
+def test_a_body_that_is_none_takes_no_answer_from_those_before(address: tuple[str, int]) -> None:
+    broken = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nnonsense"
+    with connect(address) as connection:
+        connection.sendall(b"GET /slow HTTP/1.1\r\n\r\n" + broken)
+        answers = answers_of(receive_all(connection))
+    assert [status for status, _ in answers] == [200, 400]
+
+
+def test_what_cannot_be_read_yet_is_not_late() -> None:
+    times_s = iter([3 * TIMEOUT_S, 0.0, 0.0])
+
+    async def look_away(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(next(times_s))
+        await application({"path": "/early"}, receive, send)
+
+    with serving(app=look_away) as address, connect(address) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\nGET / HT")
+        time.sleep(TIMEOUT_S / 2)
+        connection.sendall(b"TP/1.1\r\nconnection: close\r\n\r\n")
+        answers = answers_of(receive_all(connection))
+    assert [status for status, _ in answers] == [200] * 3
+
+
+def test_a_client_that_leaves_its_pipeline_is_noticed_by_the_one_that_runs() -> None:
+    left: list[str] = []
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.append(scope["path"])
+
+    with serving(app=wait) as address:
+        with connect(address) as connection:
+            connection.sendall(b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\n")
+            time.sleep(0.1)
+        wait_until(lambda: bool(left))
+        time.sleep(0.1)
+        assert left == ["/1"]
 
 
 def test_too_many_connections_are_told_so_and_the_others_go_on() -> None:
@@ -277,3 +388,208 @@ def test_a_body_that_nobody_waits_for_does_not_hold_the_connection() -> None:
         except OSError:
             pass  # as it should be
         assert time.monotonic() - began < 10
+
+
+# -- HTTP/1.0 --------------------------------------------------------------------------------------
+
+
+async def streaming(scope: Any, receive: Any, send: Any) -> None:
+    """Three parts of unknown length."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for part in (b"one", b"two"):
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"three"})
+
+
+def ask(address: tuple[str, int], request: bytes) -> tuple[list[bytes], bytes]:
+    """The lines of an answer's head, in small letters, and its body; to the connection's end."""
+    with connect(address) as connection:
+        connection.sendall(request)
+        head, _, body = receive_all(connection).partition(b"\r\n\r\n")
+    return head.lower().split(b"\r\n"), body
+
+
+def test_a_stream_to_an_old_client_ends_with_the_connection() -> None:
+    with serving(app=streaming) as address:
+        for version in (b"1.0", b"1.0\r\nconnection: keep-alive", b"1.0\r\nexpect: 100-continue"):
+            lines, body = ask(address, b"GET / HTTP/%s\r\n\r\n" % version)
+            assert body == b"onetwothree"
+            assert lines[0] == b"http/1.1 200 ok"
+            assert b"connection: close" in lines
+            assert not any(line.startswith(b"transfer-encoding") for line in lines)
+        lines, body = ask(address, b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
+        assert body == b"3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n"
+        assert b"transfer-encoding: chunked" in lines
+
+
+def test_old_clients_keep_their_connection_if_they_say_so(address: tuple[str, int]) -> None:
+    stays = b"GET /early HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n"
+    with connect(address) as connection:
+        for _ in range(2):
+            connection.sendall(stays)
+            received = connection.recv(65536)
+            assert b"\r\nconnection: keep-alive\r\n" in received
+            assert answers_of(received) == [(200, {"length": 0})]
+        connection.sendall(b"GET /early HTTP/1.0\r\n\r\n")
+        received = receive_all(connection)
+    assert b"\r\nconnection: close\r\n" in received
+    assert answers_of(received) == [(200, {"length": 0})]
+
+
+# -- closed halfway --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_who_closes_one_side_gets_what_was_asked_for(
+    address: tuple[str, int], version: bytes
+) -> None:
+    for path, times in ((b"/early", 1), (b"/slow", 1), (b"/early", 40)):
+        number = times if version == b"1.1" else 1
+        with connect(address) as connection:
+            connection.sendall(
+                b"POST %s HTTP/%s\r\ncontent-length: 0\r\n\r\n" % (path, version) * number
+            )
+            connection.shutdown(socket.SHUT_WR)
+            received = receive_all(connection)
+        answers = answers_of(received.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b""))
+        assert answers == [(200, {"length": 0})] * number
+        if version == b"1.0":
+            assert b" 100 " not in received
+
+
+def waiting(left: list[float], version: str) -> Any:
+    """An application that answers after a while, unless its client leaves."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["http_version"] == version
+        assert (await receive())["type"] == "http.request"
+        try:
+            async with asyncio.timeout(0.4):
+                assert (await receive())["type"] == "http.disconnect"
+                left.append(time.monotonic())
+        except TimeoutError:
+            await streaming(scope, receive, send)
+
+    return app
+
+
+def test_who_has_gone_is_noticed_all_the_same() -> None:
+    left: list[float] = []
+    for version in ("1.1", "1.0"):
+        with serving(app=waiting(left, version)) as address:
+            for _ in range(3):
+                left.clear()
+                with connect(address) as connection:
+                    connection.sendall(b"GET / HTTP/%s\r\n\r\n" % version.encode())
+                    time.sleep(0.05)
+                began = time.monotonic()
+                wait_until(lambda: bool(left))
+                assert left[0] - began < 0.2
+
+
+def test_who_waits_for_the_end_of_an_old_client_is_told_of_it() -> None:
+    """Nothing can be sent to it to find out whether it is there."""
+    left: list[float] = []
+    with serving(app=waiting(left, "1.0")) as address, connect(address) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: bool(left))
+
+
+def test_half_a_request_of_a_closed_side_is_not_waited_for(address: tuple[str, int]) -> None:
+    with connect(address) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\ncontent-length: 10\r\n\r\nhalf")
+        connection.shutdown(socket.SHUT_WR)
+        began = time.monotonic()
+        assert receive_all(connection) == b""
+        assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+# -- what is told of refusals ----------------------------------------------------------------------
+
+
+def test_each_refusal_is_told_once() -> None:
+    told: list[int] = []
+    clients: list[Any] = []
+
+    def refused(error: ApiError, client: Any) -> None:
+        told.append(error.status)
+        clients.append(client)
+
+    with serving(refused=refused, max_connections=2) as address:
+        for request, status in (
+            (b"HELO there\r\n\r\n", 400),
+            (b"GET / HTTP/1.1\r\npadding: " + b"x" * MAX_HEAD, 431),
+            (b"GET / HTT", 408),
+            (b"GET / HTTP/1.1\r\nhost: x\r\n\r\nnonsense\r\n\r\n", 400),
+        ):
+            with connect(address) as connection:
+                connection.sendall(request)
+                where = connection.getsockname()
+                receive_all(connection)
+            assert (told.pop(), clients.pop()) == (status, where)
+            assert not told
+        with connect(address) as connection:
+            receive_all(connection)  # has said nothing
+            assert not told
+        with connect(address), connect(address), connect(address) as connection:
+            receive_all(connection)
+            assert told == [503]
+
+
+def test_a_body_that_is_none_ends_its_request() -> None:
+    """It has arrived, and is counted by who serves it: no refusal is told besides."""
+    told: list[Any] = []
+    with serving(refused=lambda *one: told.append(one)) as address, connect(address) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nnonsense")
+        assert answers_of(receive_all(connection))[0][0] == 400
+    assert not told
+
+
+def test_what_stands_behind_a_body_has_a_largest_size(address: tuple[str, int]) -> None:
+    sent = 0
+    with connect(address) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\na: ")
+        try:
+            while sent < 64 << 20:
+                connection.sendall(b"x" * 4000)
+                sent += 4000
+        except OSError:
+            pass  # as it should be
+    assert sent < 32 << 20
+
+
+# -- other protocols -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_an_upgrade_that_is_not_granted_takes_no_body_away(
+    address: tuple[str, int], in_pieces: bool
+) -> None:
+    """Java's HttpClient asks for HTTP/2 so, with every request."""
+    asks = (
+        b"host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAE\r\n"
+    )
+    requests = (
+        b"POST /1?a=%41 HTTP/1.1\r\n" + asks + b"content-length: 5\r\n\r\nhello",
+        b"POST /2 HTTP/1.1\r\n" + asks + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n0\r\n\r\n",
+        b"GET /3 HTTP/1.1\r\n" + asks + b"\r\n",
+        b"GET /4 HTTP/1.1\r\nconnection: close\r\n\r\n",
+    )
+    with connect(address) as connection:
+        sent = b"".join(requests)
+        size = 37 if in_pieces else len(sent)
+        for at in range(0, len(sent), size):
+            connection.sendall(sent[at : at + size])
+            time.sleep(0.002)
+        answers = answers_of(receive_all(connection))
+    assert answers == [(200, {"length": number}) for number in (5, 2, 0, 0)]
+
+
+def test_a_tunnel_is_refused(address: tuple[str, int]) -> None:
+    for more in (b"", b"content-length: 5\r\n", b"connection: upgrade\r\nupgrade: h2c\r\n"):
+        with connect(address) as connection:
+            connection.sendall(
+                b"CONNECT x:443 HTTP/1.1\r\ncontent-length: 1\r\n" + more + b"\r\n12345"
+            )
+            assert answers_of(receive_all(connection))[0][0] == 400

@@ -630,3 +630,33 @@ def test_other_scopes_pass() -> None:
 def test_nobody_is_traced_before_the_engine_has_started() -> None:
     observation = Observation(FakeState())  # type: ignore[arg-type]
     assert type(observation.tracer) is RequestTracer
+
+
+# -- refused before there was a request ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "reason"),
+    [
+        (ApiError(400, "no request"), "client_error", None),
+        (ApiError(408, "late"), "refused", "too_slow"),
+        (ApiError(431, "long"), "refused", "headers_too_large"),
+        (ApiError(503, "full", code="too_many_connections"), "refused", "connections_full"),
+    ],
+)
+def test_what_never_became_a_request_has_an_outcome_too(
+    error: ApiError, outcome: str, reason: str | None, access_lines: list[logging.LogRecord]
+) -> None:
+    state = FakeState()
+    state.phase = Phase.STARTING
+    observation = Observation(state)  # type: ignore[arg-type]
+    observation.refuse(error, ("10.0.0.7", 4711))
+    metrics = observation.metrics
+    check_identity(metrics)
+    assert values(metrics, "http_request_outcomes_total", "outcome") == {outcome: 1}
+    assert values(metrics, "http_requests_total", "status") == {str(error.status): 1}
+    assert values(metrics, "http_requests_total", "route") == {"other": 1}
+    reasons = {} if reason is None else {reason: 1}
+    assert values(metrics, "http_requests_refused_total", "reason") == reasons
+    (line,) = access_lines
+    assert line.getMessage().startswith(f'10.0.0.7 "- -" {error.status} {reason or outcome}, ')

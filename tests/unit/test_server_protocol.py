@@ -1,12 +1,15 @@
 """Bodies of the OpenAI routes: what is accepted, and which `SamplingParams` come of it."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from engine.errors import PromptError, QueueFullError
+from engine.api.chat import template_variables
+from engine.errors import PromptError, QueueFullError, TokenizerError
+from engine.frontend.chat_template import check_messages
 from engine.server.completions import completion_params
 from engine.server.errors import ApiError
 from engine.server.json_body import decode_json
@@ -148,12 +151,87 @@ def test_errors_of_the_engine_name_the_bodys_field(engine: Any) -> None:
         ('messages[3]["content"][0] must be text', "messages[3].content[0]"),
         ("request id 'x' belongs to an unfinished request", "request_id"),
         ("cache_salt must be a string", "cache_salt"),
+        ("truncate_prompt_tokens=9 keeps too many tokens", "truncate_prompt_tokens"),
     ):
         with pytest.raises(ApiError) as caught, naming_fields({}):
             raise PromptError(message)
         assert caught.value.param == param
+    with (
+        pytest.raises(ApiError, match="--skip-tokenizer-init") as caught,
+        naming_fields({}, prompt="messages"),
+    ):
+        raise TokenizerError("the engine has no tokenizer (skip_tokenizer_init=True)")
+    assert (caught.value.status, caught.value.param) == (400, "messages")
     with pytest.raises(QueueFullError), naming_fields({}):
         raise QueueFullError("full", retry_after_s=1)
+
+
+def test_errors_speak_of_the_request(engine: Any) -> None:
+    """The body's fields, the server's flags and JSON's words, and what was sent as it was."""
+
+    def said(make: Callable[[], Any], **names: str) -> str:
+        with pytest.raises(ApiError) as caught, naming_fields(names):
+            make()
+        return caught.value.message
+
+    chat = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+    message = said(lambda: SamplingParams(max_tokens=3, min_tokens=4), **chat)
+    assert message == "min_tokens must be at most max_completion_tokens=3, got 4."
+    assert said(lambda: SamplingParams(max_tokens=0), **chat) == (
+        "max_completion_tokens must be null or an integer of at least 1, got 0."
+    )
+    message = said(lambda: SamplingParams(logprobs=9).verify(100, 5), **chat)
+    assert message == (
+        "top_logprobs must be at most 5, got 9; raise --max-logprobs of the server or ask for "
+        "fewer."
+    )
+    assert said(lambda: SamplingParams(prompt_logprobs=-2), **chat).startswith("prompt_logprobs ")
+    assert said(lambda: SamplingParams(stop=["None", 5])) == (
+        "stop must be null or a list of strings that are not empty, got ['None', 5]."
+    )
+    assert said(lambda: SamplingParams(ignore_eos=None)).endswith("true or false, got null.")
+    for messages, wanted in (
+        ([5], "messages[0] must be an object with"),
+        ([{"role": "a", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a "),
+    ):
+        assert said(lambda messages=messages: check_messages(messages)).startswith(wanted)
+    refused = said(lambda: template_variables({"tools": []}))
+    assert refused.endswith("give the field of that name, if there is one.")
+    own = "the chat template refused the messages: None is no role"
+    with pytest.raises(ApiError) as caught, naming_fields({}):
+        raise PromptError(own)
+    assert caught.value.message == own
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex must"),
+        ({"guided_regex": ""}, "guided_regex must"),
+        ({"guided_choice": []}, "guided_choice must"),
+        ({"response_format": {"type": "regex", "regex": 5}}, "response_format.regex must"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "response_format.json_schema.schema.type: ",
+        ),
+    ],
+)
+def test_forms_are_called_what_the_request_calls_them(
+    engine: Any, fields: dict[str, Any], message: str
+) -> None:
+    body = CompletionRequest.model_validate({"prompt": "a"} | fields)
+    with pytest.raises(ApiError) as caught:
+        completion_params(body, engine)
+    assert caught.value.message.startswith(message)
+    assert caught.value.param == message.split()[0].rstrip(":")
+
+
+@pytest.mark.parametrize("kept", [0, -2, 100, 10**30])
+def test_what_is_kept_of_a_prompt_must_fit(engine: Any, kept: int) -> None:
+    with pytest.raises(ApiError, match="from 1 to 99") as caught:
+        completion_params(CompletionRequest(prompt="a", truncate_prompt_tokens=kept), engine)
+    assert caught.value.param == "truncate_prompt_tokens"
+    assert "-1 for as many" in caught.value.message
 
 
 def test_tokenize_wants_one_of_two() -> None:
@@ -246,14 +324,14 @@ def test_logprobs_of_chats_have_true_bytes() -> None:
     assert len(most_likely(positions[1], -1)) == 3
 
 
-def test_logprobs_in_lists_go_on_where_they_were() -> None:
+def test_logprobs_in_lists() -> None:
     names = TokenNames(FakeTokenizer(), as_ids=False)  # type: ignore[arg-type]
     logprobs = CompletionLogprobs(names, 1)
-    first = logprobs.take([(0, None), (2, {2: Logprob(-1.0, 1, "")})])
+    first = logprobs.take([(0, None), (2, {2: Logprob(-1.0, 1, "")})], [0, 1])
     assert first["tokens"] == ["a", ""]
     assert first["token_logprobs"] == [None, -1.0]
     assert first["top_logprobs"][0] is None
     same_name = {3: Logprob(-3.0, 2, "é"), 1: Logprob(-1.0, 1, "é")}
-    second = logprobs.take([(3, same_name), (0, {0: Logprob(-1.0, 1, "a")})])
+    second = logprobs.take([(3, same_name), (0, {0: Logprob(-1.0, 1, "a")})], [1, 2])
     assert second["text_offset"] == [1, 2]
     assert second["top_logprobs"][0] == {"é": -1.0}

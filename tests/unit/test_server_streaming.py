@@ -150,10 +150,10 @@ def test_deltas_come_as_they_are_made() -> None:
 
         async def feed() -> None:
             for number, text in enumerate(["a", 'b"\n', "é🙂"]):
-                bench.streams[0].put(output(text))
+                bench.streams[0].slot.put(output(text))
                 await settle()
                 assert len(bench.client.messages) == number + 2
-            bench.streams[0].put(output("", reason="stop"))
+            bench.streams[0].slot.put(output("", reason="stop"))
 
         await bench.run(feed)
         events = bench.client.events()
@@ -177,9 +177,9 @@ def test_plain_and_full_events_have_one_form() -> None:
 
         async def feed() -> None:
             for text in "ab":
-                bench.streams[0].put(output(text))
+                bench.streams[0].slot.put(output(text))
                 await settle()
-            bench.streams[0].put(output("c", reason="length"))
+            bench.streams[0].slot.put(output("c", reason="length"))
 
         await bench.run(feed)
         first, second, last, usage = bench.client.events()
@@ -198,10 +198,10 @@ def test_prompts_and_samples_have_their_index() -> None:
         async def feed() -> None:
             for number in (1, 0):
                 for index in (1, 0):
-                    bench.streams[number].put(output(f"{number}{index}", index=index))
+                    bench.streams[number].slot.put(output(f"{number}{index}", index=index))
                     await settle()
                 for index in (1, 0):
-                    bench.streams[number].put(
+                    bench.streams[number].slot.put(
                         output("!", index=index, reason="stop", finished=index == 0)
                     )
                     await settle()
@@ -217,15 +217,15 @@ def test_who_stalls_gets_everything_in_few_events() -> None:
         bench = Bench(1)
 
         async def feed() -> None:
-            bench.streams[0].put(output("0"))
+            bench.streams[0].slot.put(output("0"))
             await settle()
             bench.client.reads.clear()
             for number in range(1, 100):
-                bench.streams[0].put(output(str(number % 10)))
+                bench.streams[0].slot.put(output(str(number % 10)))
                 await settle()
             bench.client.reads.set()
             await settle()
-            bench.streams[0].put(output("", reason="stop"))
+            bench.streams[0].slot.put(output("", reason="stop"))
 
         await bench.run(feed)
         assert texts(bench.client.events())[0] == "0123456789" * 10
@@ -256,7 +256,7 @@ def test_what_fails_in_mid_stream_is_an_event() -> None:
         bench = Bench(2)
 
         async def feed() -> None:
-            bench.streams[0].put(output("a"))
+            bench.streams[0].slot.put(output("a"))
             await settle()
             bench.streams[1].fail(EngineDeadError("killed"))
 
@@ -275,7 +275,7 @@ def test_shutdown_is_not_called_death() -> None:
         bench = Bench(1)
 
         async def feed() -> None:
-            bench.streams[0].put(output("a"))
+            bench.streams[0].slot.put(output("a"))
             await settle()
             bench.state.phase = Phase.STOPPING
             bench.streams[0].fail(EngineDeadError("shut down"))
@@ -301,7 +301,7 @@ def test_requests_that_the_engine_gives_up(
             failed = output("", reason="error")
             failed.error = "structured_outputs.regex cannot be used" if param else "it broke"
             failed.error_kind = kind
-            bench.streams[0].put(failed)
+            bench.streams[0].slot.put(failed)
 
         await bench.run(feed)
         assert bench.client.status == status
@@ -317,7 +317,7 @@ def test_who_leaves_ends_all_prompts(whole: bool) -> None:
 
         async def feed() -> None:
             if not whole:
-                bench.streams[0].put(output("a"))
+                bench.streams[0].slot.put(output("a"))
             await settle()
             bench.client.left.set()
 

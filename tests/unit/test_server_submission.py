@@ -1,7 +1,7 @@
 """Sending an HTTP request's prompts: what is done once, what is refused first, which ids."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,11 @@ class FakeEngine:
     """As much of an `AsyncLLM` as submissions ask; one token a letter."""
 
     model_name = "fake"
-    config = SimpleNamespace(model=SimpleNamespace(generation_config="vllm", max_model_len=100))
+    attachment = None
+    config = SimpleNamespace(
+        model=SimpleNamespace(generation_config="vllm", max_model_len=100),
+        scheduler=SimpleNamespace(max_num_seqs=0),  # no place is ever free
+    )
 
     def __init__(self) -> None:
         self.used: set[str] = set()
@@ -37,6 +41,7 @@ class FakeEngine:
         self.batches: list[list[Any]] = []
         self.refused: list[dict[str, Any]] = []
         self.gate = asyncio.Event()
+        self.gate.set()
         self.llm_engine = SimpleNamespace(
             queue=QueueCounter(),
             tokenizer=None,
@@ -58,6 +63,7 @@ class FakeEngine:
 
     async def process_prompts(self, prompts: Sequence[Any], params: Any) -> list[ProcessedPrompt]:
         self.batches.append(list(prompts))
+        await self.gate.wait()
         return [ProcessedPrompt(one["prompt"], [7] * len(one["prompt"]), None) for one in prompts]
 
     async def submit(self, prompt: Any, params: Any, request_id: str, **_: Any) -> Any:
@@ -71,14 +77,6 @@ class FakeEngine:
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams()
-
-    def get_tokenizer(self) -> Any:
-        return SimpleNamespace(encode=lambda text, add_special_tokens: [1] * len(text))
-
-    async def with_texts(self, function: Callable[[], Any], *texts: str) -> Any:
-        self.batches.append(list(texts))
-        await self.gate.wait()
-        return function()
 
     async def render_chat(self, *arguments: Any, **options: Any) -> Any:
         raise AssertionError("rendered, though the queue is full")
@@ -179,18 +177,79 @@ def test_a_full_queue_refuses_before_anything_is_rendered_or_tokenized() -> None
 def test_what_is_on_its_way_through_the_tokenizer_counts() -> None:
     async def run() -> None:
         engine = FakeEngine()
+        engine.gate.clear()
         request = make_request(engine, max_num_queued_reqs=2)
         body = CompletionRequest(prompt=["aa", "b"], add_special_tokens=False)
         first = asyncio.create_task(create_completion(body, request))
         while not engine.batches:
             await asyncio.sleep(0)
-        assert engine.batches == [["aa", "b"]]  # together, since they are long in sum or not
+        plain = {"add_special_tokens": False}
+        together = [{"prompt": "aa"} | plain, {"prompt": "b"} | plain]
+        assert engine.batches == [together]  # since they are long in sum or not
         with pytest.raises(QueueFullError, match="2 requests wait"):
             await create_completion(body, request)
         engine.gate.set()
         await first
-        assert [prompt["prompt_token_ids"] for prompt in engine.batches[1]] == [[1, 1], [1]]
         engine.sent.clear()
         await create_completion(body, request)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("form", ["completion", "chat", "old chat"])
+def test_more_tokens_than_the_context_can_hold_are_refused(form: str) -> None:
+    """The context has 100 tokens; what the prompts leave may be asked for, and not one more."""
+
+    def body(asked: int | None) -> Any:
+        if form == "completion":
+            return CompletionRequest(prompt=["aaa", "a" * 40], max_tokens=asked)
+        field = "max_completion_tokens" if form == "chat" else "max_tokens"
+        return ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], **{field: asked})
+
+    def send_one(asked: int | None) -> int:
+        engine = FakeEngine()
+        request = make_request(engine)
+        made = body(asked)
+        origin = Origin.of(request, engine, "x", None)
+        names = {"max_tokens": "max_completion_tokens"} if form == "chat" else {}
+        params = SamplingParams(max_tokens=asked)
+        submission = Submission(made, params, origin, TEXT_COMPLETION, names, "prompt")
+        prompts = [{"prompt": "aaa"}, {"prompt": "a" * 40}]
+
+        async def run() -> None:
+            server = request.app.state.server
+            with origin.reserve(server, 2, TEXT_COMPLETION, prompt="prompt") as room:
+                await submission.send(engine, request, prompts, room)
+
+        try:
+            asyncio.run(run())
+        finally:
+            assert len(engine.refused) == (0 if engine.sent else 1)
+        return len(engine.sent)
+
+    assert send_one(60) == send_one(None) == 2
+    for asked in (61, 10**9):
+        with pytest.raises(ApiError) as caught:
+            send_one(asked)
+        field = "max_completion_tokens" if form == "chat" else "max_tokens"
+        assert (caught.value.param, caught.value.code) == (field, "context_length_exceeded")
+        message = f"{field}={asked} and the prompt's 40 tokens are {asked + 40} together"
+        assert caught.value.message.startswith(message)
+        assert "the context of 100 tokens" in caught.value.message
+        assert "at most 60," in caught.value.message
+
+
+def test_a_limit_of_the_models_own_is_cut() -> None:
+    """What the client has not asked for, such as a generation config's limit, refuses nothing."""
+    engine = FakeEngine()
+    request = make_request(engine)
+    origin = Origin.of(request, engine, "cmpl", None)
+    body = CompletionRequest(prompt="a" * 99)
+    submission = Submission(body, SamplingParams(max_tokens=16), origin, "x", {}, "prompt")
+
+    async def run() -> None:
+        with origin.reserve(request.app.state.server, 1, "x", prompt="prompt") as room:
+            await submission.send(engine, request, [{"prompt": "a" * 99}], room)
+
+    asyncio.run(run())
+    assert len(engine.sent) == 1

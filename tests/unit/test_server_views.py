@@ -176,7 +176,7 @@ def test_what_cannot_be_done_now_is_a_conflict() -> None:
         engine.set("start_trace", ConfigError("trace_dir 'x' is not a folder"))
         assert (await ask(app, "POST", "/start_trace")).status_code == 500
         engine.set("dump_flight_record", EngineDeadError("died; see /tmp/flight-crash.journal"))
-        app.state.flight_record_s = time.monotonic() - 10
+        app.state.server.flight_record_s = time.monotonic() - 10
         answer = await ask(app, "POST", "/debug/flight")
         assert answer.status_code == 503
         assert "flight-crash" in answer.text
@@ -227,7 +227,7 @@ def test_a_frontend_that_takes_anothers_place_does_not_say_that_the_engine_is_do
     )
     monkeypatch.setattr(FakeEngine, "attachment", attachment)
     app, _, _ = served()
-    page = app.state.metrics_page
+    page = app.state.server.metrics_page
     labels = {"model_name": "tiny", "engine": "0"}
 
     def up() -> list[float]:
@@ -272,7 +272,7 @@ def test_without_statistics_there_is_an_explanation() -> None:
 def test_snapshots_of_several_processes_can_take_the_place_of_one() -> None:
     async def run() -> None:
         app, _, _ = served()
-        app.state.metrics_page.snapshot = lambda: [
+        app.state.server.metrics_page.snapshot = lambda: [
             Gauge("isinglass_engine_up", {"engine": number}, 1) for number in "01"
         ]
         text = (await ask(app, "GET", "/metrics")).text
@@ -288,7 +288,7 @@ def test_a_broken_snapshot_breaks_no_scrape() -> None:
         def broken() -> list[Metric]:
             raise RuntimeError("no numbers today")
 
-        app.state.metrics_page.snapshot = broken
+        app.state.server.metrics_page.snapshot = broken
         answer = await ask(app, "GET", "/metrics")
         assert answer.status_code == 200
         assert not answer.content

@@ -82,7 +82,9 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
 
     messages: MessagesField
     max_completion_tokens: int | None = Field(
-        None, description="Most tokens to make; the rest of the context if left out."
+        None,
+        description="Most tokens to make; the rest of the context if left out. Refused if the "
+        "context cannot hold them behind the prompt.",
     )
     max_tokens: int | None = Field(None, json_schema_extra={"deprecated": True})
     logprobs: bool | None = None
@@ -96,6 +98,12 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
     echo: bool | None = Field(
         None, description="Put the last message, which is the assistant's, in front of the answer."
     )
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """See `GenerationFields`."""
+        whole = self.max_completion_tokens
+        return self.max_tokens if whole is None else whole
 
     @model_validator(mode="after")
     def _check_together(self) -> "ChatCompletionRequest":

@@ -90,7 +90,8 @@ class SamplingFields(Body):
     bad_words: Texts | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = Field(
-        None, description="Keep this many last tokens of the prompt; -1: as many as fit."
+        None,
+        description="Keep this many last tokens of the prompt; -1: as many as the context holds.",
     )
     response_format: JsonObject | None = Field(
         None,
@@ -127,6 +128,11 @@ class GenerationFields(SamplingFields):
         None, description='Name tokens of logprobs "token_id:N".'
     )
     user: str | None = Field(None, description="Not used.")
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many output tokens the body itself asks for; None leaves it to the server."""
+        return None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationFields":

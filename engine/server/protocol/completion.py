@@ -55,7 +55,11 @@ class CompletionRequest(GenerationFields):
     }
 
     prompt: PromptField
-    max_tokens: int | None = Field(None, description="16 if left out; 0 only with echo.")
+    max_tokens: int | None = Field(
+        None,
+        description="16 if left out; 0 only with echo. Refused if the context cannot hold them "
+        "behind the prompt.",
+    )
     echo: bool | None = Field(None, description="Put the prompt in front of the text.")
     logprobs: int | None = Field(None, description="Most likely tokens to report.")
     best_of: int | None = Field(None, description="Must be n: candidates are not ranked here.")
@@ -68,6 +72,11 @@ class CompletionRequest(GenerationFields):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise FieldError("best_of", f"best_of must be equal to n={self.n or 1}, or be left out")
         return self
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """See `GenerationFields`."""
+        return self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -1,0 +1,187 @@
+"""Methods that routes do not spell out, asked of the whole application without an engine."""
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from engine import AsyncLLM
+from engine.server.api_page import api_page
+from engine.server.app import make_app
+from engine.server.config import ServerConfig
+from engine.server.live.files import PUBLIC_PATHS
+from engine.server.route_names import RouteNames
+from engine.server.state import ServerState
+
+
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    return make_app(ServerState(AsyncLLM(), ServerConfig()))
+
+
+def ask(app: FastAPI, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body, as an ASGI server gets them."""
+    sent: list[Any] = []
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [],
+        "http_version": "1.1",
+        "scheme": "http",
+        "client": ("test", 1),
+        "server": ("test", 80),
+    }
+    bodies = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Any:
+        if not bodies:
+            await asyncio.Event().wait()
+        return bodies.pop()
+
+    async def send(message: Any) -> None:
+        assert not sent or sent[-1].get("more_body", True), "a message behind the last one"
+        sent.append(message)
+
+    async def call() -> None:
+        async with asyncio.timeout(5):
+            await app(scope, receive, send)
+
+    asyncio.run(call())
+    assert sent[-1].get("more_body", False) is False
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(one.get("body", b"") for one in sent[1:])
+
+
+PROBED = ("/health", "/ping", "/version", "/metrics", "/v1/models", "/v1/models/nobody")
+READ = (*PROBED, "/docs", "/server_info", "/debug/requests", "/openapi.json", *sorted(PUBLIC_PATHS))
+
+
+@pytest.mark.parametrize("path", READ)
+def test_head_is_get_without_a_body(path: str, app: FastAPI) -> None:
+    status, headers, body = ask(app, "GET", path)
+    head_status, head_headers, nothing = ask(app, "HEAD", path)
+    assert (head_status, nothing) == (status, b"")
+    assert body
+    changing = {
+        "x-request-id",
+        *(["content-length"] if path in ("/metrics", "/server_info") else []),
+    }
+    if path == "/debug/requests":  # which tells of the one before
+        changing.add("content-length")
+    assert head_headers.keys() == headers.keys()
+    for name in headers.keys() - changing:
+        assert head_headers[name] == headers[name]
+
+
+def test_head_of_a_stream_without_an_end_ends(app: FastAPI) -> None:
+    status, headers, body = ask(app, "HEAD", "/live/events")
+    assert (status, body) == (200, b"")
+    assert headers["content-type"].startswith("text/event-stream")
+
+
+def routes(app: FastAPI) -> Iterator[tuple[str, frozenset[str]]]:
+    names = RouteNames(app.routes)
+    for path in (*READ, "/v1/completions", "/v1/chat/completions", "/tokenize", "/start_profile"):
+        yield path, names.methods(path)
+
+
+def test_every_path_says_which_methods_it_has(app: FastAPI) -> None:
+    for path, methods in routes(app):
+        allowed = ", ".join(sorted(methods))
+        status, headers, body = ask(app, "OPTIONS", path)
+        assert (status, headers["allow"], body) == (204, allowed, b"")
+        for method in {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "TRACE"} - methods:
+            status, headers, body = ask(app, method, path)
+            assert (status, headers["allow"]) == (405, allowed), (method, path)
+            assert b'"method_not_allowed"' in body
+
+
+def test_methods_of_several_routes_of_one_path_are_one_list(app: FastAPI) -> None:
+    assert ask(app, "DELETE", "/ping")[1]["allow"] == "GET, HEAD, OPTIONS, POST"
+    assert ask(app, "GET", "/v1/completions")[1]["allow"] == "OPTIONS, POST"
+
+
+def test_what_routes_share_is_in_one_place(app: FastAPI) -> None:
+    assert set(app.state._state) == {"server"}
+
+
+@pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "GET"])
+def test_a_path_that_is_not_there_stays_so(method: str, app: FastAPI) -> None:
+    assert ask(app, method, "/nothing")[0] == 404
+
+
+def test_they_are_counted_under_their_own_names(app: FastAPI) -> None:
+    ask(app, "HEAD", "/version")
+    ask(app, "OPTIONS", "/version")
+    ask(app, "DELETE", "/version")
+    series = app.state.server.observation.metrics.snapshot()
+    counted = {
+        (one.labels["method"], one.labels["status"])
+        for one in series
+        if one.name == "isinglass_http_requests_total" and one.labels["route"] == "/version"
+    }
+    assert counted >= {("HEAD", "200"), ("OPTIONS", "204"), ("other", "405")}
+
+
+# -- the page about them ---------------------------------------------------------------------------
+
+
+def test_the_page_of_the_api_has_every_route_and_field(app: FastAPI) -> None:
+    status, headers, body = ask(app, "GET", "/docs")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    page = body.decode()
+    description = app.openapi()
+    for path, operations in description["paths"].items():
+        for method in operations:
+            assert f"<code>{method.upper()} {path}</code></h2>" in page
+    for schema in description["components"]["schemas"].values():
+        for name in schema.get("properties", {}):
+            assert f"<td><code>{name}</code>" in page
+    anchors = set(re.findall(r'id="([^"]+)"', page))
+    links = set(re.findall(r'href="#([^"]+)"', page))
+    assert len(links) > 30
+    assert links <= anchors, "a link to nowhere"
+    assert "<script" not in page
+    (style,) = re.findall(r"<style>(.*)</style>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"style-src 'sha256-{digest}'" in headers["content-security-policy"]
+
+
+def test_what_is_described_is_text() -> None:
+    evil = "<script>alert(1)</script>"
+    schema = {"type": "integer", "description": evil, "minimum": 1, "default": 5}
+    description = {
+        "info": {"title": evil, "version": "1"},
+        "paths": {f"/{evil}": {"get": {"description": evil, "responses": {}}}},
+        "components": {"schemas": {evil: {"properties": {evil: schema}, "required": [evil]}}},
+    }
+    page = api_page(description)
+    assert "<script" not in page
+    assert "<td>integer, ≥ 1, default 5<td>&lt;script&gt;" in page
+    assert "Required." in page
+
+
+def test_there_is_no_page_where_none_is_wanted() -> None:
+    app = make_app(ServerState(AsyncLLM(), ServerConfig(enable_docs=False)))
+    assert [ask(app, "GET", path)[0] for path in ("/docs", "/redoc", "/openapi.json")] == [404] * 3
+
+
+def test_errors_are_described_as_they_are_sent(app: FastAPI) -> None:
+    description = app.openapi()
+    assert "HTTPValidationError" not in description["components"]["schemas"]
+    form = {"$ref": "#/components/schemas/ErrorResponse"}
+    for operations in description["paths"].values():
+        for operation in operations.values():
+            answers = operation["responses"]
+            assert "422" not in answers
+            assert answers["default"]["content"]["application/json"]["schema"] == form
+    assert "content" in description["paths"]["/health"]["get"]["responses"]["503"]
