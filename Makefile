@@ -13,7 +13,8 @@ demo: .venv/ready ## generate for a dozen prompts, show where the time went, wri
 test: .venv/ready ## everything but the slow tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-slow: .venv/ready ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
@@ -21,6 +22,7 @@ test-slow: .venv/ready ## the slow tests
 lint: .venv/ready ## check and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/mypy
 
 bench: .venv/ready ## offline figures on the embedded model
 	$(BIN)/python benchmarks/offline.py
