@@ -23,7 +23,7 @@ FORMS = {
     "What is one plus two?": StructuredOutputsParams(
         grammar='root ::= number " + " number " = " number\nnumber ::= [0-9]{1,3}'
     ),
-    "This is a mistake.": StructuredOutputsParams(regex="[a-z"),
+    "This is a mistake.": StructuredOutputsParams(grammar="root ::= missing"),
 }
 
 with LLM(log_level="warning") as llm:

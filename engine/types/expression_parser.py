@@ -4,7 +4,9 @@ Knows the syntax that Python's `re` and ECMA-262 share, and refuses what they re
 no regular grammar can hold, and what the grammar library would ignore.
 """
 
+import re
 import string
+from functools import lru_cache
 from typing import Final, NoReturn
 
 from engine.types.regular_expression import (
@@ -25,6 +27,8 @@ from engine.types.regular_expression import (
     others,
 )
 
+MAX_LENGTH: Final = 32_768
+"""Longest expression, in characters."""
 MAX_DEPTH: Final = 50
 """How deep groups may be nested."""
 MAX_COUNT_DIGITS: Final = 6
@@ -38,6 +42,9 @@ _ALL_SPACES: Final = (
     *((0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
 _LINE_ENDS: Final = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+_RUN: Final = re.compile(r"[^\\^$.*+?()\[\]{}|\x00\ud800-\udfff]+(?![*+?{])")
+"""Characters that stand for themselves, the last of which is not repeated."""
+_ANY: Final = Characters(common(others(_LINE_ENDS), CHARACTERS))
 
 
 def parse(text: str) -> Node:
@@ -51,6 +58,11 @@ def parse(text: str) -> Node:
     return _Parser(text).parse()
 
 
+@lru_cache(maxsize=1024)
+def _literal(character: str) -> Characters:
+    return Characters(((ord(character), ord(character)),))
+
+
 class _Parser:
     """Reads one expression, from left to right."""
 
@@ -60,6 +72,8 @@ class _Parser:
         self._depth = 0
 
     def parse(self) -> Node:
+        if len(self._text) > MAX_LENGTH:
+            self._fail(f"an expression may have {MAX_LENGTH} characters")
         node = self._choice()
         if self._at < len(self._text):
             self._fail("')' closes nothing")
@@ -110,7 +124,11 @@ class _Parser:
     def _sequence(self) -> Node:
         parts: list[Node] = []
         while self._at < len(self._text) and self._text[self._at] not in "|)":
-            parts.append(self._repeated())
+            if (run := _RUN.match(self._text, self._at)) is not None:
+                parts += map(_literal, run[0])
+                self._at = run.end()
+            else:
+                parts.append(self._repeated())
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _repeated(self) -> Node:
@@ -162,7 +180,7 @@ class _Parser:
         if character in "^$":
             return Anchor(character, self._at - 1)
         if character == ".":
-            return Characters(common(others(_LINE_ENDS), CHARACTERS))
+            return _ANY
         return Characters(self._one(ord(character)))
 
     def _group(self) -> Node:
@@ -207,7 +225,8 @@ class _Parser:
                 ranges.append((low[0][0], high[0][1]))
             else:
                 ranges += low
-        found = common(others(ranges) if is_negated else joined(ranges), CHARACTERS)
+        found = joined(ranges)
+        found = common(others(found) if is_negated else found, CHARACTERS)
         if not found:
             self._fail("no character is in the class", start)
         return Characters(found)

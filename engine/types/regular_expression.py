@@ -6,6 +6,7 @@ Knows characters as numbers, and sets of them as ranges. Does not read expressio
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 Ranges = tuple[tuple[int, int], ...]
@@ -90,6 +91,7 @@ def others(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(found)
 
 
+@lru_cache(maxsize=1024)
 def common(first: Ranges, second: Ranges) -> Ranges:
     """What two sets have in common."""
     return others((*others(first), *others(second)))
@@ -105,6 +107,8 @@ def restricted(node: Node, allowed: Ranges) -> Node | None:
     """The expression without other characters than these; None if nothing is left to match."""
     if isinstance(node, Characters):
         ranges = common(node.ranges, allowed)
+        if ranges == node.ranges:
+            return node
         return Characters(ranges) if ranges else None
     if isinstance(node, Sequence):
         parts = [restricted(part, allowed) for part in node.parts]
@@ -195,6 +199,7 @@ def _write_group(node: Node, is_group: bool) -> str:
     return f"(?:{_write(node)})" if is_group else _write(node)
 
 
+@lru_cache(maxsize=1024)
 def _write_characters(ranges: Ranges) -> str:
     assert ranges, "no character is allowed"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:

@@ -170,7 +170,7 @@ def test_what_takes_too_long_is_given_up_and_the_next_one_is_served(
     began = time.monotonic()
     result = result_of(compiler, key_of(regex=SLOW))
     assert result.outcome is GrammarOutcome.TIMED_OUT
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20  # four times its processor time, and a busy machine
     assert accepts(result_of(compiler, key_of(regex="ab")), "ab")
     # Found by walking text through it, whether in time or not.
     result = result_of(compiler, key_of(grammar=AMBIGUOUS))

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from engine import StructuredOutputsParams
-from engine.types.expression_parser import MAX_DEPTH, parse
+from engine.types.expression_parser import MAX_DEPTH, MAX_LENGTH, parse
 from engine.types.regular_expression import (
     IN_JSON,
     RegularExpressionError,
@@ -132,6 +132,7 @@ def test_how_it_is_written(expression: str, text: str | None) -> None:
         ("a\\", "the escape has no end"),
         (r"\xZZ", "hexadecimal"),
         ("(" * (MAX_DEPTH + 1), "nested deeper"),
+        ("a" * (MAX_LENGTH + 1), f"may have {MAX_LENGTH} characters"),
     ],
 )
 def test_what_cannot_be_held_is_refused(expression: str, message: str) -> None:
