@@ -83,6 +83,7 @@ class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True)
     admission_stop_request_num: int = -1
     """The waiting request at which admission stopped, -1 for none."""
     preempted: tuple[Preemption, ...] = ()
+    """Since the step before: planning may preempt and then find nothing to run."""
     num_blocks_used: int = 0
     num_blocks_cached_free: int = 0
     """Blocks that nobody holds but whose contents can still be hit."""

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,13 @@ def private_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heeded_interrupts() -> None:
+    """Ctrl-C as in a terminal: a shell that starts the tests in the background has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,7 @@ def test_death_of_the_core_during_generation(long_llama: Path, temporary: Path) 
     # What the core had recorded until then is there, and every view of it works.
     assert llm.run_dir is not None
     run = read_run(llm.run_dir)
-    assert len(run.steps) > 20
+    assert len(run.steps) > 3
     assert {timeline.finish_reason for timeline in run.of_type(RequestTimeline)} == {"error"}
     assert [event.value for event in run.events if event.kind is Event.ENGINE_DEAD] == [-9]
     summary = summarize(llm.run_dir)

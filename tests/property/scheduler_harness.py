@@ -81,6 +81,8 @@ class SchedulerHarness:
         self.in_flight: deque[tuple[SchedulerOutput, StepRecord, ModelRunnerOutput]] = deque()
         self.records: list[StepRecord] = []
         self.num_evictions_seen = 0
+        self.num_preemptions_to_tell = 0
+        """In moves that planned nothing: the next step's record tells of them."""
         self.first_admissions: list[str] = []
 
     # -- moves -----------------------------------------------------------------------------------
@@ -168,10 +170,13 @@ class SchedulerHarness:
             shadow.num_computed = 0
             shadow.num_sampling = len(shadow.output)
         self._check_preempted(was_running, preempted)
+        self.num_preemptions_to_tell += len(preempted)
         if planned is None:
             self.check()
             return False
         plan, record = planned
+        assert record.num_preempted == self.num_preemptions_to_tell
+        self.num_preemptions_to_tell = 0
         self._check_plan(plan, was_running, waiting)
         self._check_record(plan, record)
         self.account.check(plan, record, [shadow.request for shadow in self.live.values()])
