@@ -58,8 +58,8 @@ def test_a_known_pace_is_measured(endpoint: str) -> None:
     # Never earlier than scripted, and in the middle hardly later. The role of a chat message and
     # the ending without text must not count as output.
     assert 99 <= document["p50_ttft_ms"] <= 100 + SLACK_MS
-    assert document["p50_itl_ms"] == pytest.approx(30, abs=SLACK_MS)
-    assert document["p50_tpot_ms"] == pytest.approx(30, abs=SLACK_MS)
+    assert 20 <= document["p50_itl_ms"] <= 30 + SLACK_MS
+    assert 20 <= document["p50_tpot_ms"] <= 30 + SLACK_MS
     assert 369 <= document["p50_e2el_ms"] <= 370 + 2 * SLACK_MS
     assert document["total_output_tokens"] == 200
     assert document["total_input_tokens"] == 140
@@ -73,8 +73,8 @@ def test_several_tokens_in_a_chunk_do_not_flatter_the_time_per_token() -> None:
     assert document["total_output_tokens"] == 50
     assert document["tokens_per_chunk"] == pytest.approx(5.0, abs=0.3)
     # Two chunks of five tokens, 50 ms apart: ITL sees the gap, TPOT spreads it over nine tokens.
-    assert document["p50_itl_ms"] == pytest.approx(50, abs=SLACK_MS)
-    assert document["p50_tpot_ms"] == pytest.approx(50 / 9, abs=SLACK_MS / 9)
+    assert 40 <= document["p50_itl_ms"] <= 50 + SLACK_MS
+    assert 40 / 9 <= document["p50_tpot_ms"] <= (50 + SLACK_MS) / 9
 
 
 def test_events_that_arrive_at_once_are_one_chunk() -> None:
