@@ -82,6 +82,22 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+def readable_lines(line: str) -> list[str]:
+    """What a line on standard error says, for an error to quote: of a `JsonFormatter`'s the level,
+    the message and the traceback, any other as it is."""
+    try:
+        fields = json.loads(line) if line.startswith("{") else None
+    except (
+        ValueError,
+        RecursionError,
+    ):  # a program's own, or the last one of a process that was killed
+        fields = None
+    if not isinstance(fields, dict) or not {"level", "message"} <= fields.keys():
+        return [line]
+    text = f"{str(fields['level']).upper()} {fields['message']}"
+    return [*text.splitlines(), *str(fields.get("exception", "")).splitlines()]
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module, below the package's own."""
     logger = logging.getLogger(f"{_ROOT}.{name}")

@@ -12,12 +12,20 @@ import msgspec
 
 from instrumentation.attribution import Contexts, Share, share_step
 from instrumentation.labels import format_step_label
-from instrumentation.names import HEAD_OF_LINE, AdmissionStop, WaitingReason
+from instrumentation.names import HEAD_OF_LINE, AdmissionStop, PrefixMiss, WaitingReason
 from instrumentation.request_records import RequestTimeline
 from instrumentation.step_history import HistoricStep, StepHistory
-from instrumentation.step_records import Admission
+from instrumentation.step_records import Admission, StepRecord
 
 _MAX_LINES = 40
+_NO_OTHER_BLOCK = "the rest fills no block before the last token, which is always computed"
+_MISSES = {
+    PrefixMiss.NONE: _NO_OTHER_BLOCK,
+    PrefixMiss.NEVER_CACHED: "the next block was never cached",
+    PrefixMiss.EVICTED: "the next block was evicted",
+    PrefixMiss.PARTIAL_BLOCK: _NO_OTHER_BLOCK,
+    PrefixMiss.DISABLED: "it may not use the cache: that is off, or it wants prompt logprobs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +49,9 @@ class RequestWait:
     """Successive steps in which the request waited for the same cause."""
 
     cause: str
-    """An `AdmissionStop` label where admission stopped at this request, `grammar` where that of
-    its structured output was being compiled, else `head_of_line`."""
+    """An `AdmissionStop` label where admission stopped at this request or, after a preemption, at
+    nobody; `grammar` where that of its structured output was being compiled; else
+    `head_of_line`."""
     first_step: int
     last_step: int
     num_steps: int
@@ -78,6 +87,9 @@ class RequestReport:
     preemptions: tuple[RequestPreemption, ...]
     admissions: tuple[Admission, ...]
     """What the prefix cache had for it, each time that it was admitted, and why it had no more."""
+    intake_step: int
+    """The last step that ended before the core queued it: the core takes in what has come only
+    between steps. 0 where none was under way after it had arrived."""
     is_complete: bool
     """False if the history no longer holds all of its steps."""
 
@@ -131,18 +143,28 @@ def report_request(
             for admission in one.step.admissions
             if admission.request_num == num
         ),
+        intake_step=max(
+            (
+                one.step.step
+                for one in steps
+                if timeline.arrival_ns < one.step.end_ns <= timeline.queued_ns
+            ),
+            default=0,
+        ),
         # Steps are numbered from 1, so that nothing can be missing before the first.
         is_complete=bool(steps) and (steps[0].step.step <= 1 or steps[0].step.begin_ns <= began_ns),
     )
 
 
-def waiting_cause(request_num: int, one: HistoricStep) -> str:
-    """Why a request that waited in this step was not taken: a constant-time look at the record."""
-    step = one.step
-    if request_num in step.deferred:
+def waiting_cause(timeline: RequestTimeline, step: StepRecord) -> str:
+    """Why a request that waited in this step was not taken: one of the causes in `RequestWait`."""
+    if step.admission_stop_request_num == timeline.request_num:
+        return step.admission_stop.label
+    # The step's own count decides where the stamp is only a guess.
+    num_by_reason = step.waiting_by_reason[WaitingReason.GRAMMAR :]
+    if step.begin_ns < timeline.grammar_ready_ns and any(num_by_reason):
         return WaitingReason.GRAMMAR.label
-    is_nobodys = step.admission_stop is AdmissionStop.AFTER_PREEMPTION
-    if is_nobodys or step.admission_stop_request_num == request_num:
+    if step.admission_stop is AdmissionStop.AFTER_PREEMPTION:
         return step.admission_stop.label
     return HEAD_OF_LINE
 
@@ -176,9 +198,7 @@ def _waits(timeline: RequestTimeline, steps: list[HistoricStep]) -> Iterator[Req
         inside = [one for one in steps if begin_ns <= one.step.begin_ns < end_ns]
         groups = [
             (cause, list(group))
-            for cause, group in groupby(
-                inside, key=lambda one: waiting_cause(timeline.request_num, one)
-            )
+            for cause, group in groupby(inside, key=lambda one: waiting_cause(timeline, one.step))
         ]
         # One wait ends where the next begins, so that they add up to the time of waiting.
         limits = [begin_ns, *(group[0].step.begin_ns for _, group in groups[1:]), end_ns]
@@ -242,9 +262,10 @@ def _lines(report: RequestReport) -> Iterator[str]:
         age = f", {_ms(admission.evicted_age_ns)} before" if admission.evicted_age_ns >= 0 else ""
         yield (
             f"  {'resumed' if admission.is_resumed else 'admitted'}: the prefix cache had "
-            f"{admission.num_hit_tokens} of {admission.num_query_tokens} tokens; no more because: "
-            f"{admission.miss.label}{age}"
+            f"{admission.num_hit_tokens} of {admission.num_query_tokens} tokens; "
+            f"{_MISSES[admission.miss]}{age}"
         )
+    yield from _queue_lines(report)
     for wait in report.waits:
         yield (
             f"  waited {_ms(wait.end_ns - wait.begin_ns)} (steps {wait.first_step} to "
@@ -267,6 +288,23 @@ def _lines(report: RequestReport) -> Iterator[str]:
             "recomputed"
         )
     yield from _step_lines(report)
+
+
+def _queue_lines(report: RequestReport) -> Iterator[str]:
+    """What of the queue time lies before the waits, which begin once the core has the request."""
+    timeline = report.timeline
+    if not timeline.queued_ns:
+        return
+    behind = f", and the end of step {report.intake_step}" if report.intake_step else ""
+    yield (
+        f"  {_ms(timeline.intake_ns)} until the core queued it: checking, tokenising, "
+        f"transport{behind}"
+    )
+    rest_ns = timeline.queue_ns - timeline.intake_ns
+    if rest_ns > 0 and not any(wait.begin_ns == timeline.queued_ns for wait in report.waits):
+        had_grammar = timeline.grammar_ready_ns > timeline.queued_ns
+        what = "its grammar was compiled" if had_grammar else "the next step was planned"
+        yield f"  {_ms(rest_ns)} until {what}"
 
 
 def _step_lines(report: RequestReport) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from traces.journal_reader import Run
 
+_FILE_WIDTH = 120
 _RUN_HELP = "the run's folder, or a flight record; of several, or of a folder of runs, the newest"
 
 
@@ -82,7 +83,10 @@ def run_flight_show(arguments: argparse.Namespace) -> int:
         return _fail(error, "flight")
     from rich.console import Console
 
-    Console().print(render_flight(record, num_last=arguments.last))
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has room
+        console = Console(width=max(console.width, _FILE_WIDTH))
+    console.print(render_flight(record, num_last=arguments.last))
     return 0
 
 

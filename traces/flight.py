@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -20,8 +20,11 @@ from instrumentation.records import EventRecord, FlightDump
 from instrumentation.step_budget import StepBudget, step_budgets
 from instrumentation.step_records import StepRecord, WorkerStepRecord
 from traces.journal_reader import ProcessRecords, read_run
+from traces.summary_text import format_ms
 
 _MAX_EVENTS = 10
+_OTHER_COLUMNS_WIDTH = 50
+"""What the columns of numbers take beside a step's label, at most as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def render_flight(record: FlightRecord, *, num_last: int = 20) -> RenderableType
     """Lay a flight record out: why it was written, the last steps, and the last surprises."""
     parts: list[RenderableType] = [_heading(record), Text()]
     if record.steps:
-        parts += [_step_table(record, num_last), _hint(record)]
+        parts += [_StepTable(record, num_last), _hint(record)]
     else:
         parts.append(Text("It holds no step."))
     if record.events:
@@ -98,11 +101,23 @@ def _heading(record: FlightRecord) -> Text:
     return text
 
 
-def _step_table(record: FlightRecord, num_last: int) -> Table:
+class _StepTable:
+    """The table of steps, as wide as there is room."""
+
+    def __init__(self, record: FlightRecord, num_last: int) -> None:
+        self._record, self._num_last = record, num_last
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _step_table(self._record, self._num_last, options.max_width)
+
+
+def _step_table(record: FlightRecord, num_last: int, max_width: int) -> Table:
     shown = record.steps[-num_last:]
     budgets = record.budgets()
+    last = shown[-1]
+    num_blocks = last.num_blocks_used + last.num_blocks_cached_free + last.num_blocks_free
     table = Table(
-        title=f"The last {len(shown)} of {len(record.steps)} steps",
+        title=f"The last {len(shown)} of {len(record.steps)} steps, of {num_blocks:,} KV blocks",
         title_justify="left",
         title_style="bold",
         box=box.HORIZONTALS,
@@ -113,23 +128,30 @@ def _step_table(record: FlightRecord, num_last: int) -> Table:
         border_style="dim",
     )
     table.add_column("step", justify="right")
-    table.add_column("label and decisions", overflow="fold")
-    for name in ("ms", "tokens", "run", "wait", "blocks"):
-        table.add_column(name, justify="right")
-    table.add_column("slowest")
+    labels = [format_step_label(step.label) for step in shown]
+    # A label is one word and stays whole; where there is little room, all else folds.
+    longest = max(map(len, labels))
+    is_narrow = max_width < longest + _OTHER_COLUMNS_WIDTH
+    table.add_column(
+        "label and decisions",
+        overflow="fold",
+        width=longest if is_narrow else None,
+        min_width=longest,
+    )
+    for name in ("ms", "run", "wait", "blocks"):
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("slowest", overflow="fold")
     reason = record.dump.step if record.dump is not None else -1
-    for step in shown:
+    for label, step in zip(labels, shown, strict=True):
         worker = record.worker_steps.get(step.step)
         timed = worker if worker is not None else step
-        num_blocks = step.num_blocks_used + step.num_blocks_cached_free + step.num_blocks_free
         table.add_row(
             str(step.step),
-            "\n".join([format_step_label(step.label), *decisions(step, record.names)]),
-            f"{(timed.end_ns - timed.begin_ns) / 1e6:,.3f}",
-            f"{step.num_scheduled_tokens:,}",
+            "\n".join([label, *decisions(step, record.names)]),
+            format_ms(timed.end_ns - timed.begin_ns),
             f"{step.num_running:,}",
             f"{step.num_waiting:,}",
-            f"{step.num_blocks_used:,}/{num_blocks:,}",
+            f"{step.num_blocks_used:,}",
             budgets[step.step].slowest,
             style="yellow" if step.step == reason else None,
         )

@@ -21,6 +21,7 @@ from instrumentation.process_header import read_clock_anchor
 from instrumentation.records import EventRecord, StartupRecord
 from instrumentation.request_records import RequestTimeline
 from instrumentation.step_records import StepRecord, WorkerStepRecord
+from traces.beginning import cut_at_beginning
 from traces.flows import Flows
 from traces.journal_reader import ProcessRecords, Run, ThreadRecords, read_run
 from traces.lanes import Lane, Slice, grow_over, nest, side_by_side
@@ -53,7 +54,7 @@ def write_perfetto(
     Raises:
         ValueError: the folder holds no readable journal, or a profile is not one.
     """
-    run = read_run(run_dir)
+    run, _ = cut_at_beginning(read_run(run_dir))
     path = Path(out) if out is not None else _default_output(Path(run_dir))
     # By its real path, because the two folders may be one.
     folders = [Path(folder).resolve() for folder in (run_dir, profiles_dir) if folder is not None]

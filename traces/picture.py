@@ -13,6 +13,7 @@ from instrumentation.labels import StepLabel, format_step_label, step_kind
 from instrumentation.names import ThreadName
 from instrumentation.request_records import RequestTimeline
 from instrumentation.step_records import StepRecord
+from traces.beginning import cut_at_beginning
 from traces.journal_reader import Run, read_run
 from traces.lanes import Slice
 from traces.picture_window import CALLOUTS, LEFT, RIGHT, Window, pick, pick_called_out, ticks
@@ -67,7 +68,8 @@ def write_picture(
         ValueError: the folder holds no readable journal, the run has no step, or the window is
             empty.
     """
-    picture = draw(read_run(run_dir), begin_ms=begin_ms, end_ms=end_ms)
+    run, _ = cut_at_beginning(read_run(run_dir))
+    picture = draw(run, begin_ms=begin_ms, end_ms=end_ms)
     path = Path(out)
     path.write_text(picture, encoding="utf-8")
     return path

@@ -35,6 +35,7 @@ class StartupSummary:
     """One phase of start-up."""
 
     role: str
+    pid: int
     phase: str
     offset_ns: int
     """From the begin of the run's first phase to that of this one."""
@@ -70,6 +71,7 @@ class ThreadSummary:
 
     role: str
     rank: int
+    pid: int
     name: str
     steps_ns: int
     """Time in which at least one step of this thread was under way."""
@@ -153,6 +155,8 @@ class RunSummary:
     """The part of it in which no step was under way."""
     num_steps: int
     """Steps of the core."""
+    num_cut_steps: int
+    """Those of them that were under way when the recording began; they count from then on."""
     are_steps_of_workers: bool
     """Whether the groups hold the steps of a worker, which follow one another, so that their
     durations add up to no more than the run. A run without any record of a worker has those of the
@@ -160,7 +164,7 @@ class RunSummary:
     steps_by_kind: list[StepGroup]
     steps_by_label: list[StepGroup]
     latency: Quantiles
-    """Steps of the core, from scheduling to having applied the output."""
+    """Steps of the core, from scheduling to having applied the output; without those cut."""
     threads: list[ThreadSummary]
     budget: BudgetSummary
     admission_stops: dict[str, int]

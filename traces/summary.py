@@ -14,6 +14,7 @@ from instrumentation.records import StartupRecord
 from instrumentation.request_records import RequestTimeline
 from instrumentation.step_budget import step_budgets
 from instrumentation.step_records import StepRecord, WorkerStepRecord
+from traces.beginning import cut_at_beginning
 from traces.intervals import Interval, length, merge, overlap
 from traces.journal_reader import PhaseSpan, Run, read_run
 from traces.requests import request_timelines
@@ -46,6 +47,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> RunSummary:
 
 def summarize_run(run: Run) -> RunSummary:
     """Sum up a run that has been read."""
+    run, cut_ns = cut_at_beginning(run)
     steps = run.steps
     intervals = [(step.begin_ns, step.end_ns) for step in steps]
     elapsed_ns = max((end for _, end in intervals), default=0) - min(
@@ -71,10 +73,13 @@ def summarize_run(run: Run) -> RunSummary:
         elapsed_ns=elapsed_ns,
         idle_ns=elapsed_ns - length(merge(intervals)),
         num_steps=len(steps),
+        num_cut_steps=sum(begin == cut_ns for begin, _ in intervals),
         are_steps_of_workers=are_steps_of_workers,
-        steps_by_kind=_step_groups((step_kind(step.label), step) for step in timed_steps),
-        steps_by_label=_step_groups((format_step_label(step.label), step) for step in timed_steps),
-        latency=quantiles(end - begin for begin, end in intervals),
+        steps_by_kind=_step_groups(((step_kind(one.label), one) for one in timed_steps), cut_ns),
+        steps_by_label=_step_groups(
+            ((format_step_label(one.label), one) for one in timed_steps), cut_ns
+        ),
+        latency=quantiles(end - begin for begin, end in intervals if begin != cut_ns),
         threads=_threads(run),
         budget=_budget(run),
         admission_stops={
@@ -128,6 +133,7 @@ def _startups(run: Run) -> list[StartupSummary]:
     return [
         StartupSummary(
             role=process.header.role,
+            pid=process.header.pid,
             phase=startup.phase.label,
             offset_ns=startup.begin_ns - pairs[0][1].begin_ns,
             duration_ns=startup.end_ns - startup.begin_ns,
@@ -136,8 +142,8 @@ def _startups(run: Run) -> list[StartupSummary]:
     ]
 
 
-def _step_groups(named_steps: Iterable[tuple[str, TimedStep]]) -> list[StepGroup]:
-    """Group steps by name, those that took most time in all first."""
+def _step_groups(named_steps: Iterable[tuple[str, TimedStep]], begin_ns: int) -> list[StepGroup]:
+    """Group steps by name, those that took most time in all, from the run's begin on, first."""
     groups: dict[str, list[TimedStep]] = defaultdict(list)
     for name, step in named_steps:
         groups[name].append(step)
@@ -148,7 +154,7 @@ def _step_groups(named_steps: Iterable[tuple[str, TimedStep]]) -> list[StepGroup
             StepGroup(
                 name,
                 num_tokens=sum(step.num_scheduled_tokens for step in steps),
-                total_ns=sum(durations_ns),
+                total_ns=sum(max(0, step.end_ns - max(step.begin_ns, begin_ns)) for step in steps),
                 durations=quantiles(durations_ns),
             )
         )
@@ -171,6 +177,7 @@ def _threads(run: Run) -> list[ThreadSummary]:
             ThreadSummary(
                 role=process.header.role,
                 rank=process.header.rank,
+                pid=process.header.pid,
                 name=thread.name,
                 steps_ns=length(in_steps),
                 phases=_phase_totals(spans, in_steps),

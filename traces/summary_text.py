@@ -46,6 +46,10 @@ def _heading(summary: RunSummary) -> Text:
         f"{summary.context_tokens_per_s:,.1f} prompt tokens/s, "
         f"{summary.sampled_tokens_per_s:,.1f} output tokens/s",
     ]
+    if summary.num_cut_steps:
+        lines.append(
+            f"{summary.num_cut_steps:,} of the steps began before the recording: counted from then"
+        )
     for process in summary.processes:
         notes = []
         if process.is_truncated:
@@ -111,12 +115,13 @@ def _table(title: str, *columns: str, caption: str | None = None) -> Table:
 def _startup_table(summary: RunSummary) -> Table:
     total_ns = max(startup.offset_ns + startup.duration_ns for startup in summary.startups)
     table = _table(f"Start-up: {_seconds(total_ns)}", "<process", "<phase", "ms", "<when")
+    roles = {(startup.role, startup.pid) for startup in summary.startups}
     for startup in summary.startups:
         end_ns = startup.offset_ns + startup.duration_ns
         table.add_row(
-            startup.role,
+            _named_apart(startup.role, startup.pid, roles),
             startup.phase,
-            _ms(startup.duration_ns),
+            format_ms(startup.duration_ns),
             _Bar(startup.offset_ns / total_ns, end_ns / total_ns, width=36) if total_ns else "",
         )
     return table
@@ -130,7 +135,7 @@ def _steps_caption(summary: RunSummary) -> str:
         )
     return (
         "a step is what the worker took for it; from scheduling to updating "
-        f"p50 {_ms(summary.latency.p50_ns)} ms, p99 {_ms(summary.latency.p99_ns)} ms"
+        f"p50 {format_ms(summary.latency.p50_ns)} ms, p99 {format_ms(summary.latency.p99_ns)} ms"
     )
 
 
@@ -145,9 +150,9 @@ def _kind_table(summary: RunSummary) -> Table:
             group.name,
             f"{group.durations.count:,}",
             f"{group.num_tokens:,}",
-            _ms(group.total_ns),
-            _ms(group.durations.p50_ns),
-            _ms(group.durations.p99_ns),
+            format_ms(group.total_ns),
+            format_ms(group.durations.p50_ns),
+            format_ms(group.durations.p99_ns),
             *_share_and_bar(group.total_ns, summary.elapsed_ns),
         )
     return table
@@ -164,8 +169,8 @@ def _label_table(summary: RunSummary) -> Table:
         table.add_row(
             group.name,
             f"{group.durations.count:,}",
-            _ms(group.durations.p50_ns),
-            _ms(group.durations.p99_ns),
+            format_ms(group.durations.p50_ns),
+            format_ms(group.durations.p99_ns),
             _share(group.total_ns, summary.elapsed_ns),
         )
     return table
@@ -176,22 +181,31 @@ def _phase_table(summary: RunSummary) -> Table:
         "Phases by thread",
         *("<thread", "<phase", "count", "total ms", "in steps ms", "of steps", "<"),
     )
+    names = {(_thread_name(thread), thread.pid) for thread in summary.threads}
     for number, thread in enumerate(summary.threads):
         if thread.steps_ns and number:
             table.add_section()
-        _add_thread(table, thread)
+        _add_thread(table, thread, _named_apart(_thread_name(thread), thread.pid, names))
     return table
 
 
-def _add_thread(table: Table, thread: ThreadSummary) -> None:
+def _thread_name(thread: ThreadSummary) -> str:
+    return f"{thread.name} {thread.rank}" if thread.rank else thread.name
+
+
+def _named_apart(name: str, pid: int, names: set[tuple[str, int]]) -> str:
+    """The name, with the process where others have it too, as every frontend is a caller."""
+    return f"{name} pid {pid}" if any(one == name and of != pid for one, of in names) else name
+
+
+def _add_thread(table: Table, thread: ThreadSummary, name: str) -> None:
     """Add a thread's phases, and where it has steps what no phase explains."""
-    name = f"{thread.name} {thread.rank}" if thread.rank else thread.name
     for phase in thread.phases:
         table.add_row(
             name,
             phase.name,
             f"{phase.count:,}",
-            _ms(phase.total_ns),
+            format_ms(phase.total_ns),
             *_in_steps(phase.in_steps_ns, thread.steps_ns),
         )
         name = ""
@@ -211,7 +225,7 @@ def _add_thread(table: Table, thread: ThreadSummary) -> None:
 def _in_steps(duration_ns: int, steps_ns: int) -> tuple[RenderableType, ...]:
     if not steps_ns:
         return "", "", ""
-    return (_ms(duration_ns), *_share_and_bar(duration_ns, steps_ns))
+    return (format_ms(duration_ns), *_share_and_bar(duration_ns, steps_ns))
 
 
 def _budget_table(summary: RunSummary) -> Table:
@@ -221,10 +235,10 @@ def _budget_table(summary: RunSummary) -> Table:
         *("<phase", "total ms", "of steps", "<"),
     )
     for name, time_ns in budget.phases_ns.items():
-        table.add_row(name, _ms(time_ns), *_share_and_bar(time_ns, budget.duration_ns))
+        table.add_row(name, format_ms(time_ns), *_share_and_bar(time_ns, budget.duration_ns))
     table.add_row(
         "unexplained",
-        _ms(budget.unexplained_ns),
+        format_ms(budget.unexplained_ns),
         *_share_and_bar(budget.unexplained_ns, budget.duration_ns),
         style="yellow",
     )
@@ -280,10 +294,10 @@ def _request_table(summary: RunSummary) -> Table:
         table.add_row(
             name,
             f"{interval.count:,}",
-            _ms(interval.mean_ns),
-            _ms(interval.p50_ns),
-            _ms(interval.p99_ns),
-            _ms(interval.max_ns),
+            format_ms(interval.mean_ns),
+            format_ms(interval.p50_ns),
+            format_ms(interval.p99_ns),
+            format_ms(interval.max_ns),
         )
         if interval is requests.preempted:
             table.add_section()
@@ -295,7 +309,8 @@ def _share_and_bar(part: float, whole: float) -> tuple[RenderableType, Renderabl
     return _share(part, whole), _Bar(0, min(share, 1.0)) if share >= _MIN_BAR else ""
 
 
-def _ms(duration_ns: float) -> str:
+def format_ms(duration_ns: float) -> str:
+    """A duration in milliseconds, as exact as it is of use."""
     duration_ms = duration_ns * 1e-6
     return f"{duration_ms:,.1f}" if duration_ms >= 10 else f"{duration_ms:,.3f}"
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from engine.log import readable_lines
 from engine.transport.boot import BOOTSTRAP
 
 _LOG_LINES = 40
@@ -85,7 +86,7 @@ class SpawnedProcess:
             return None
 
     def log_tail(self) -> tuple[str, ...]:
-        """The last lines that it wrote to standard error, oldest first."""
+        """The last lines that it wrote to standard error, oldest first, to be read by people."""
         if self.exit_code is not None and self._forwarder is not None:
             self._forwarder.join(timeout=1.0)
         return tuple(self._log)
@@ -117,7 +118,7 @@ class SpawnedProcess:
         assert self._process.stderr is not None
         for raw in self._process.stderr:
             line = raw.decode(errors="replace")
-            self._log.append(line.rstrip())
+            self._log.extend(readable_lines(line.rstrip()))
             # Our own standard error may be missing, closed, full, or a pipe that nobody reads. The
             # lines must be taken all the same, or the child would block on a full pipe.
             with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -209,7 +209,9 @@ def test_a_report_says_why_the_request_waited_and_who_threw_it_out() -> None:
         "queue 35.000 ms + prefill 10.000 ms + decode 10.000 ms + preempted 10.000 ms",
         "waited 24.000 ms (steps 1 to 2): head_of_line",
         "preempted in step 5 for request other: 12 tokens lost, 4 recomputed",
-        "8 of 13 tokens; no more because: evicted, 3.000 ms before",
+        "1.000 ms until the core queued it: checking, tokenising, transport\n",
+        "4 of 12 tokens; the next block was never cached",
+        "8 of 13 tokens; the next block was evicted, 3.000 ms before",
     ):
         assert part in text, part
 
@@ -217,11 +219,45 @@ def test_a_report_says_why_the_request_waited_and_who_threw_it_out() -> None:
 def test_who_waits_for_its_grammar_is_not_said_to_wait_for_others() -> None:
     history = StepHistory()
     queue = {"admission_stop": AdmissionStop.MAX_NUM_SEQS, "admission_stop_request_num": 8}
-    keep(history, 1, 10, 20, scheduled=(9, 1), deferred=(7, 1), **queue)
-    keep(history, 2, 20, 30, scheduled=(9, 1), deferred=(7,), **queue)
-    life = timeline(arrival_ns=5 * MS, queued_ns=10 * MS, finish_reason=None, delivered_ns=30 * MS)
-    waits = report_request(life, history).waits
-    assert [(wait.cause, wait.first_step) for wait in waits] == [("grammar", 1), (HEAD_OF_LINE, 2)]
+    keep(history, 1, 10, 20, scheduled=(9, 1), waiting_by_reason=(1, 0, 2), **queue)
+    keep(history, 2, 20, 30, scheduled=(9, 1), waiting_by_reason=(2, 0, 1), **queue)
+    keep(history, 3, 30, 40, scheduled=(9, 1), waiting_by_reason=(3, 0, 0), **queue)
+    life = {"arrival_ns": 5 * MS, "queued_ns": 10 * MS, "finish_reason": None}
+    for ready_ns, steps in ((18 * MS, [1, 2]), (40 * MS, [1, 3])):
+        # The second is as far as the frontend knows: that nobody waits for any tells it more.
+        report = report_request(
+            timeline(delivered_ns=40 * MS, grammar_ready_ns=ready_ns, **life), history
+        )
+        causes = [(wait.cause, wait.first_step) for wait in report.waits]
+        assert causes == list(zip(("grammar", HEAD_OF_LINE), steps, strict=True))
+    never = report_request(timeline(delivered_ns=40 * MS, **life), history)
+    assert [wait.cause for wait in never.waits] == [HEAD_OF_LINE]
+
+
+@pytest.mark.parametrize("grammar_ready_ns", [0, 39 * MS])
+def test_a_report_leaves_no_queue_time_without_a_cause(grammar_ready_ns: int) -> None:
+    history = StepHistory()
+    keep(history, 1, 1, 20, scheduled=(9, 1))
+    keep(history, 2, 20, 30, scheduled=(9, 1))
+    short = Admission(1, 12, 0, False, PrefixMiss.PARTIAL_BLOCK)
+    keep(history, 3, 40, 50, scheduled=(1, 12), admissions=(short,))
+    life = timeline(
+        arrival_ns=5 * MS,
+        queued_ns=30 * MS,
+        first_scheduled_ns=40 * MS,
+        last_token_ns=50 * MS,
+        grammar_ready_ns=grammar_ready_ns,
+    )
+    report = report_request(life, history)
+    assert report.intake_step == 2
+    assert report.waits == ()
+    text = str(report)
+    assert "25.000 ms until the core queued it: checking, tokenising, transport, and" in text
+    assert "and the end of step 2" in text
+    what = "its grammar was compiled" if grammar_ready_ns else "the next step was planned"
+    assert f"10.000 ms until {what}" in text
+    assert "0 of 12 tokens; the rest fills no block before the last token" in text
+    assert "partial_block" not in text
 
 
 def test_a_report_of_a_request_under_way() -> None:

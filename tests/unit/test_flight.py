@@ -290,7 +290,7 @@ def test_show_tells_every_decision(tmp_path: Path) -> None:
     text = shown(path)
     for part in (
         *("why: crash - ZeroDivisionError: boom", "execute_context_0(0)_generation_1(1)"),
-        *("preempted alpha for request beta: 99 tokens, 7 blocks lost", "3.250", "60/64"),
+        *("preempted alpha for request beta: 99 tokens, 7 blocks lost", "3.250", "of 64 KV blocks"),
         "admitted beta: 32 of 40 tokens cached (evicted 5.0 ms ago)",
         "resumed gamma: 0 of 9 tokens cached (never_cached)",
         *("stopped admitting at gamma: kv_blocks", "finished gamma", "step_failed"),

@@ -5,11 +5,14 @@ import json
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from engine.log import JsonFormatter, configure, get_logger, serving, set_served
+from engine.transport.process import SpawnedProcess
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -113,3 +116,30 @@ def test_a_programs_own_handlers_are_left_alone(own_root: logging.Logger) -> Non
     configure("info", role="caller", own_process=False, log_format="json")
     assert own_root.handlers == []  # pytest handles the root logger's records
     assert own_root.propagate
+
+
+def test_a_dead_process_is_quoted_by_what_its_lines_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter("EngineCore"))
+    logger = logging.Logger("quoted")
+    logger.addHandler(handler)
+    logger.info("loaded «a»")
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logger.exception("it failed\nbadly")
+    others = ["", "{not JSON", '{"own": 1}', '{"a":' * 100_000, "Killed"]
+    lines = [*stream.getvalue().splitlines(), *others]
+    process = object.__new__(SpawnedProcess)
+    process._log = deque(maxlen=40)
+    stderr = io.BytesIO("".join(f"{line}\n" for line in lines).encode())
+    process._process = SimpleNamespace(stderr=stderr, poll=lambda: None)  # type: ignore[assignment]
+    process._forward_log()
+    tail = process.log_tail()
+    assert tail[:3] == ("INFO loaded «a»", "ERROR it failed", "badly")
+    assert tail[3].startswith("Traceback")
+    assert tail[-6:] == ("ValueError: broken", *others)
+    assert capsys.readouterr().err.splitlines() == lines, "they pass through as they are"
