@@ -133,6 +133,11 @@ class Instrument:
         """The ranges that bracket this thread's phases and steps now."""
         return None
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a journal is being written."""
+        return False
+
     def start_recording(self, run_dir: str) -> bool:
         """Begin a journal in that folder; False if one is being written, or nothing can be.
 

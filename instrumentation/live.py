@@ -223,6 +223,12 @@ class LiveInstrument(Instrument):
         """Give the calling thread its own ring and track."""
         return LiveInstrument(name, capacity=self._capacity, process=self._process)
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a journal is being written."""
+        journal = self._process.journal
+        return journal is not None and not journal.is_ended
+
     def start_recording(self, run_dir: str) -> bool:
         """Begin a journal in that folder; False if one is being written, or nothing can be.
 
@@ -233,7 +239,7 @@ class LiveInstrument(Instrument):
         if process.drain is None or process.drain.is_closed or process.make_journal is None:
             return False
         with process.lock:
-            if process.journal is not None and not process.journal.is_ended:
+            if self.is_recording:
                 return False
             journal = process.make_journal(run_dir)
             process.journal = journal

@@ -52,6 +52,9 @@ class RequestTimeline(msgspec.Struct, array_like=True, tag=4, gc=False, kw_only=
     stop_reason: int | str | None = None
     error: str | None = None
     traceparent: str | None = None
+    grammar_ready_ns: int = 0
+    """Its structured output's grammar was compiled or given up; 0 where it did not wait for one.
+    The end where the core has told nothing of the request yet and it may be waiting for one."""
 
     @property
     def is_complete(self) -> bool:

@@ -152,9 +152,6 @@ class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True)
     """Requests with a structured output that this step sampled for."""
     grammars: GrammarTotals | None = None
     """As of this step's scheduling; None before the first request with a structured output."""
-    deferred: tuple[int, ...] = ()
-    """Numbers of the waiting requests that were passed over, since their grammar is being
-    compiled."""
 
     @property
     def label(self) -> StepLabel:

@@ -82,7 +82,7 @@ class StructuredOutputMetrics:
             return
         self._requests.raise_to(totals.num_hits, "hit")
         self._requests.raise_to(totals.num_misses, "miss")
-        for outcome, num_constraints in zip(GrammarOutcome, totals.outcomes, strict=False):
+        for outcome, num_constraints in zip(GrammarOutcome, totals.outcomes, strict=True):
             self._compiles.raise_to(num_constraints, outcome.label)
         self._seconds.raise_to(totals.compile_ns)
         self._grammars.set(totals.num_cached)

@@ -6,23 +6,23 @@ or read where that would take long, which a second thread does; the library lets
 meanwhile. Knows constraints; knows no request.
 """
 
+import contextlib
 import os
 import queue
-import select
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from engine.core.grammar_vetting import VettingProcess
+from engine.core.grammar_process_client import GrammarProcess
 from engine.log import get_logger
 from engine.types.grammar_messages import (
     QUICK_NS,
     WALL_FACTOR,
+    CompileRequest,
+    CompileResult,
     GrammarKey,
-    Verdict,
     Vocabulary,
-    Wish,
     compile_constraint,
 )
 from instrumentation import GrammarOutcome
@@ -36,8 +36,7 @@ _MARGIN_S: Final = 10.0
 _NUM_TRIES: Final = 2
 """Of a constraint whose process dies; it can hardly be to blame, since a child tries it out."""
 
-
-_Command = Literal["warm up", "submit", "withdraw"]
+_Command = Literal["warm up", "submit", "withdraw", "close"]
 
 
 class Compiled(NamedTuple):
@@ -80,13 +79,15 @@ class GrammarCompiler:
         self._done: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self._has_result = threading.Event()
         self._wake = -1
-        self._large: queue.SimpleQueue[tuple[GrammarKey, Verdict] | None] = queue.SimpleQueue()
+        self._large: queue.SimpleQueue[tuple[GrammarKey, CompileResult] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
         self._large_thread: threading.Thread | None = None
-        self._process: VettingProcess | None = None
+        self._process: GrammarProcess | None = None
         self._is_closing = False
+        self._compilers = threading.local()  # they may not share one
         # The rest is the thread's.
-        self._compiler: Any = None
         self._info: Any = None
         self._is_ready = False
         self._heard_s = 0.0
@@ -132,7 +133,7 @@ class GrammarCompiler:
         process = self._process
         if process is not None:
             process.interrupt()  # its pipes are the thread's
-        os.eventfd_write(self._wake, 1)
+        self._command("close", None)
         self._large.put(None)  # it may compile for a while yet, and is not waited for
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -152,16 +153,20 @@ class GrammarCompiler:
         while not self._is_closing:
             try:
                 self._take_commands()
-                self._hear()
-            except Exception as error:  # it must not leave requests waiting for ever
+                if self._process is not None:
+                    self._hear(self._process)
+            except Exception as error:
+                # Nobody may wait for ever. Nor does it go round and round: without a process, it
+                # waits for the next command.
                 logger.exception("compiling grammars failed")
                 self._drop_process()
                 self._give_up(f"structured outputs are not available: {error!r}")
         self._drop_process()
 
     def _take_commands(self) -> None:
-        while not self._commands.empty():
-            command, key = self._commands.get_nowait()
+        """Do what has been commanded; with no process to be heard, wait for that."""
+        while not self._is_closing and (self._process is None or not self._commands.empty()):
+            command, key = self._commands.get()
             if command == "submit":
                 assert key is not None
                 self._want(key)
@@ -169,7 +174,7 @@ class GrammarCompiler:
                 number = self._numbers.pop(key)
                 del self._wanted[number]
                 if self._process is not None and self._is_ready:
-                    self._process.send(Wish(number))
+                    self._process.send(CompileRequest(number))
                     self._heard_s = time.monotonic()
             elif command == "warm up" and self._process is None:
                 self._start(is_background=True)
@@ -189,33 +194,30 @@ class GrammarCompiler:
         self._is_ready = False
         self._heard_s = time.monotonic()
         kwargs = self._process_kwargs | {"is_background": is_background}
-        self._process = VettingProcess(kwargs, wake=self._wake)
+        self._process = GrammarProcess(kwargs, wake=self._wake)
         import xgrammar  # noqa: F401 - takes a second or more, while the process does the same
 
     def _ask(self, number: int) -> None:
         assert self._process is not None
         wanted = self._wanted[number]
         wanted.num_tries += 1
-        self._process.send(Wish(number, wanted.key))
+        self._process.send(CompileRequest(number, wanted.key))
 
-    def _hear(self) -> None:
+    def _hear(self, process: GrammarProcess) -> None:
         """Wait for whatever comes next, and handle it."""
         try:
-            if self._process is None:
-                select.select([self._wake], [], [])
-            else:
-                for message in self._process.wait(self._seconds_left()):
-                    self._heard_s = time.monotonic()
-                    if isinstance(message, Vocabulary):
-                        self._take_vocabulary(message)
-                    else:
-                        self._take_verdict(message)
+            for message in process.wait(self._seconds_left()):
+                self._heard_s = time.monotonic()
+                if isinstance(message, Vocabulary):
+                    self._take_vocabulary(message)
+                else:
+                    self._take_result(message)
         except EOFError:
             self._take_death()
         else:
             if self._seconds_left() == 0.0:
                 self._take_death()
-        if select.select([self._wake], [], [], 0.0)[0]:
+        with contextlib.suppress(BlockingIOError):  # it was something else that woke it
             os.eventfd_read(self._wake)
 
     def _seconds_left(self) -> float | None:
@@ -230,76 +232,72 @@ class GrammarCompiler:
             self._drop_process()
             self._give_up(f"structured outputs are not available: {vocabulary.failure}")
             return
-        if self._compiler is None:
+        if self._info is None:
             import xgrammar
 
             self._info = xgrammar.TokenizerInfo.deserialize_json(vocabulary.info)
-            self._compiler = self._make_compiler()
         self._is_ready = True
         for number in self._wanted:
             self._ask(number)
 
-    def _make_compiler(self) -> Any:
-        import xgrammar
-
-        return xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
-
-    def _take_verdict(self, verdict: Verdict) -> None:
+    def _take_result(self, result: CompileResult) -> None:
         self._take_commands()  # nobody may want it any more
-        wanted = self._wanted.pop(verdict.number, None)
+        wanted = self._wanted.pop(result.number, None)
         if wanted is None:
             return
         key = wanted.key
         del self._numbers[key]
-        if verdict.outcome is not GrammarOutcome.COMPILED:
-            self._finish(
-                Compiled(
-                    key, verdict.outcome, error=verdict.failure, duration_ns=verdict.duration_ns
-                )
-            )
-        elif verdict.compile_ns <= QUICK_NS:
-            self._take_over(self._compiler, key, verdict)
+        if result.outcome is not GrammarOutcome.COMPILED:
+            self._finish(key, result.outcome, error=result.failure, duration_ns=result.duration_ns)
+        elif result.compile_ns <= QUICK_NS:
+            self._take_over(key, result)
         else:
             if self._large_thread is None:
                 self._large_thread = threading.Thread(
                     target=self._take_over_large, name="large grammars", daemon=True
                 )
                 self._large_thread.start()
-            self._large.put((key, verdict))
+            self._large.put((key, result))
 
     def _take_over_large(self) -> None:
         """The second thread: the first is there for others meanwhile."""
-        compiler = self._make_compiler()  # they may not share one
         while (item := self._large.get()) is not None and not self._is_closing:
-            self._take_over(compiler, *item)
+            self._take_over(*item)
 
-    def _take_over(self, compiler: Any, key: GrammarKey, verdict: Verdict) -> None:
+    def _take_over(self, key: GrammarKey, result: CompileResult) -> None:
         """Make the core's own grammar out of one that is good."""
         began_ns = time.monotonic_ns()
         try:
-            if verdict.grammar:
+            if result.grammar:
                 from xgrammar import CompiledGrammar
 
-                grammar = CompiledGrammar.deserialize_json(verdict.grammar, self._info)
+                grammar = CompiledGrammar.deserialize_json(result.grammar, self._info)
             else:
                 kind, text, is_compact = key
                 grammar = compile_constraint(
-                    compiler, kind, text, disable_any_whitespace=is_compact
+                    self._own_compiler(), kind, text, disable_any_whitespace=is_compact
                 )
         except Exception as error:
             logger.exception("a grammar that had been found good could not be taken over")
-            self._finish(Compiled(key, GrammarOutcome.UNAVAILABLE, error=repr(error)))
+            self._finish(key, GrammarOutcome.UNAVAILABLE, error=repr(error))
             return
-        duration_ns = verdict.duration_ns + time.monotonic_ns() - began_ns
         self._finish(
-            Compiled(
-                key,
-                GrammarOutcome.COMPILED,
-                grammar,
-                num_bytes=verdict.num_bytes,
-                duration_ns=duration_ns,
-            )
+            key,
+            GrammarOutcome.COMPILED,
+            grammar=grammar,
+            num_bytes=result.num_bytes,
+            duration_ns=result.duration_ns + time.monotonic_ns() - began_ns,
         )
+
+    def _own_compiler(self) -> Any:
+        """The compiler of the thread that calls."""
+        if not hasattr(self._compilers, "own"):
+            import xgrammar
+
+            self._compilers.own = xgrammar.GrammarCompiler(
+                self._info, max_threads=1, cache_enabled=False
+            )
+        return self._compilers.own
 
     def _take_death(self) -> None:
         """The process has died, or says nothing any more: once, another may do better."""
@@ -307,23 +305,25 @@ class GrammarCompiler:
         self._drop_process()
         if self._is_closing:
             return
-        if not was_ready or any(one.num_tries == _NUM_TRIES for one in self._wanted.values()):
-            what = "died" if was_ready else "did not start"
-            self._give_up(f"structured outputs are not available: their process {what}")
+        if not was_ready:
+            self._give_up("structured outputs are not available: their process did not start")
         elif self._wanted:
-            self._start()
+            error = "structured outputs are not available: their process died"
+            self._give_up(error, num_tries=_NUM_TRIES)
+            if self._wanted:
+                self._start()
 
-    def _give_up(self, error: str) -> None:
-        """There will be no result for what is wanted now."""
-        for wanted in self._wanted.values():
-            self._finish(Compiled(wanted.key, GrammarOutcome.UNAVAILABLE, error=error))
+    def _give_up(self, error: str, *, num_tries: int = 0) -> None:
+        """There will be no result for what is wanted now and has had that many tries."""
         if not self._wanted:
             logger.warning("%s", error)
-        self._wanted.clear()
-        self._numbers.clear()
+        for number, wanted in list(self._wanted.items()):
+            if wanted.num_tries >= num_tries:
+                del self._wanted[number], self._numbers[wanted.key]
+                self._finish(wanted.key, GrammarOutcome.UNAVAILABLE, error=error)
 
-    def _finish(self, result: Compiled) -> None:
-        self._done.put(result)
+    def _finish(self, key: GrammarKey, outcome: GrammarOutcome, **more: Any) -> None:
+        self._done.put(Compiled(key, outcome, **more))
         self._has_result.set()
 
     def _drop_process(self) -> None:

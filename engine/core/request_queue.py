@@ -30,11 +30,6 @@ class RequestQueue(ABC):
         return len(self._deferred)
 
     @property
-    def deferred_nums(self) -> tuple[int, ...]:
-        """Their numbers."""
-        return tuple(request.num for request in self._deferred.values())
-
-    @property
     def has_ready(self) -> bool:
         """Whether there is a request to admit."""
         return len(self) > len(self._deferred)

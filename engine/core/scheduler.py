@@ -71,6 +71,7 @@ class Scheduler:
     def release_request(self, request: Request) -> None:
         """Let a request that has got its grammar take its place in the queue."""
         request.status = RequestStatus.WAITING
+        request.times.grammar_ready_ns = self._clock()
         self.waiting.release(request)
 
     def fail_request(self, request: Request, error: str, kind: ErrorKind) -> EngineCoreOutput:
@@ -330,6 +331,8 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            request.times.grammar_ready_ns = self._clock()
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self.kv_cache.free(request)

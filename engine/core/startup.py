@@ -5,7 +5,7 @@ Knows the order and what each part needs of the ones before it. Knows no step.
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from engine.config import EngineConfig
@@ -67,7 +67,7 @@ def bring_up(
     obs: Instrument,
     times: StartupTimes,
 ) -> CoreParts:
-    """Load the model, find room for its KV cache, and make all parts of a core.
+    """Load the model, find room for its KV cache, and make all parts of a core; or leave nothing.
 
     Raises:
         IsinglassError: the model, the settings or the memory are no good.
@@ -75,27 +75,32 @@ def bring_up(
     began_ns = time.monotonic_ns()
     with times.phase(StartupPhase.LOAD_PLUGINS):
         load_plugins()
-    with times.phase(StartupPhase.LOAD_MODEL):
-        executor = executor_class(config, obs=obs)
-        executor.load_model()
-    limits = resolve_limits(config, executor.model_config)
-    size = _initialize_kv_cache(config, executor, limits, times)
-    if size.max_model_len < limits.max_model_len:
-        obs.event(Event.KV_REDUCED_MAX_MODEL_LEN, value=size.max_model_len)
-    with times.phase(StartupPhase.WARMUP):
-        executor.warm_up()
-    with times.phase(StartupPhase.BUILD_SCHEDULER):
-        parts = CoreParts(
-            executor=executor,
-            size=size,
-            scheduler=_build_scheduler(config, limits, size, obs),
-            block_hasher=(
-                BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
-            ),
-            structured_outputs=StructuredOutputManager.create(
-                config, executor.model_config, obs=obs
-            ),
-        )
+    with ExitStack() as undo:  # in a process that lives on, what has been made would stay
+        with times.phase(StartupPhase.LOAD_MODEL):
+            executor = executor_class(config, obs=obs)
+            undo.callback(executor.shutdown)
+            executor.load_model()
+        limits = resolve_limits(config, executor.model_config)
+        size = _initialize_kv_cache(config, executor, limits, times)
+        if size.max_model_len < limits.max_model_len:
+            obs.event(Event.KV_REDUCED_MAX_MODEL_LEN, value=size.max_model_len)
+        with times.phase(StartupPhase.WARMUP):
+            executor.warm_up()
+        with times.phase(StartupPhase.BUILD_SCHEDULER):
+            parts = CoreParts(
+                executor=executor,
+                size=size,
+                scheduler=_build_scheduler(config, limits, size, obs),
+                block_hasher=(
+                    BlockHasher(config.cache.block_size)
+                    if config.cache.enable_prefix_caching
+                    else None
+                ),
+                structured_outputs=StructuredOutputManager.create(
+                    config, executor.model_config, obs=obs
+                ),
+            )
+        undo.pop_all()
     logger.info(
         "init engine (profile, create kv cache, warm-up) took %.2f s",
         (time.monotonic_ns() - began_ns) / 1e9,

@@ -89,7 +89,6 @@ class StepRecorder:
                 for request, num_tokens in builder.scheduled_tokens()
                 for number in (request.num, num_tokens)
             ),
-            deferred=waiting.deferred_nums,
             num_waiting_tokens=totals.num_tokens,
             num_waiting_deferred_tokens=waiting.num_deferred_tokens,
             admission_stop_num_tokens=builder.admission_stop_num_tokens,

@@ -6,10 +6,10 @@ or compiles again where that is quicker.
 
 Knows the tokenizer, which the core does not know, and tells the core which bytes each token has.
 The core starts it by name, so that it may stand above the core. Messages each have their length in
-front (`engine.types.grammar_messages.framed`); the end of the input ends it.
+front (`engine.types.framing`); the end of the input ends it.
 
     first   out  `Vocabulary`
-    then    in   `Wish`         out  a `Verdict` for each that is not withdrawn, in any order
+    then    in   `CompileRequest`  out  a `CompileResult` for each not withdrawn, in any order
 """
 
 import gc
@@ -20,13 +20,19 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from engine.frontend.grammar_lanes import Lanes
+from engine.frontend.compile_scheduler import CompileScheduler
 from engine.frontend.grammar_trial import try_constraint
-from engine.frontend.grammar_worker import Workers, die_with
-from engine.types.grammar_messages import Frames, GrammarKey, Verdict, Vocabulary, Wish, framed
+from engine.frontend.grammar_worker import Workers, die_with, yield_to_steps
+from engine.types.framing import Frames, framed
+from engine.types.grammar_messages import (
+    CompileRequest,
+    CompileResult,
+    GrammarKey,
+    Vocabulary,
+    check_library,
+)
 
 _CHUNK_BYTES: Final = 1 << 20
-_BACKGROUND_NICENESS: Final = 5
 
 
 def serve(
@@ -49,12 +55,13 @@ def serve(
     """
     die_with(parent_pid)
     if is_background:
-        os.nice(_BACKGROUND_NICENESS)
+        yield_to_steps()
     source, sink = sys.stdin.fileno(), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not get among the answers
     try:
         import xgrammar
 
+        check_library()
         pieces = _token_bytes(model, revision, download_dir, tokenizer, vocab_size)
         info = xgrammar.TokenizerInfo(
             pieces, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=stop_token_ids
@@ -65,7 +72,7 @@ def serve(
         return
     lengths = [len(piece) for piece in pieces] + [0] * (vocab_size - len(pieces))
 
-    def work(key: GrammarKey) -> Verdict:
+    def work(key: GrammarKey) -> CompileResult:
         return try_constraint(compiler, lengths, key)
 
     _write(sink, Vocabulary(info=info.serialize_json()))
@@ -74,14 +81,14 @@ def serve(
 
 
 class _Workshop:
-    """Wishes in, verdicts out, and a child that is ready before it is needed."""
+    """Requests in, results out, and a child that is ready before it is needed."""
 
     def __init__(self, workers: Workers, source: int, sink: BinaryIO, *, timeout_s: float) -> None:
         self._workers = workers
         self._source = source
         self._sink = sink
-        self._wishes = Frames()
-        self._lanes = Lanes(workers, timeout_s=timeout_s)
+        self._requests = Frames()
+        self._scheduler = CompileScheduler(workers, timeout_s=timeout_s)
 
     def run(self) -> None:
         """Until the input ends."""
@@ -91,18 +98,18 @@ class _Workshop:
                 data = os.read(self._source, _CHUNK_BYTES)
                 if not data:
                     return
-                for body in self._wishes.feed(data):
-                    self._lanes.take(msgspec.msgpack.decode(body, type=Wish))
-            for verdict in self._lanes.advance(readable):
-                _write(self._sink, verdict)
+                for body in self._requests.feed(data):
+                    self._scheduler.take(msgspec.msgpack.decode(body, type=CompileRequest))
+            for result in self._scheduler.advance(readable):
+                _write(self._sink, result)
             self._workers.prepare()
             readable = self._wait()
 
     def _wait(self) -> set[int]:
         poller = select.poll()
-        for fileno in (self._source, *self._lanes.filenos):
+        for fileno in (self._source, *self._scheduler.filenos):
             poller.register(fileno, select.POLLIN)
-        left_s = self._lanes.seconds_left()
+        left_s = self._scheduler.seconds_left()
         # Never before the time is up, or it would wake again and again.
         return {fileno for fileno, _ in poller.poll(None if left_s is None else 1e3 * left_s + 1)}
 

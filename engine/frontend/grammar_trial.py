@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from engine.types.grammar_messages import (
     QUICK_NS,
+    CompileResult,
     GrammarKey,
     MatchTime,
-    Verdict,
     compile_constraint,
 )
 from instrumentation import GrammarOutcome
@@ -25,8 +25,8 @@ _WRITTEN_SIZE_BYTES: Final = 4 << 20
 """Largest that is written down, which makes it up to 16 times as large."""
 
 
-def try_constraint(compiler: Any, lengths: list[int], key: GrammarKey) -> Verdict:
-    """Compile one constraint and walk some text through it; the verdict has no number yet.
+def try_constraint(compiler: Any, lengths: list[int], key: GrammarKey) -> CompileResult:
+    """Compile one constraint and walk some text through it; the result has no number yet.
 
     Args:
         compiler: a `GrammarCompiler` of xgrammar.
@@ -47,7 +47,7 @@ def try_constraint(compiler: Any, lengths: list[int], key: GrammarKey) -> Verdic
     if failure := _walk_through(grammar, lengths):
         return _refusal(failure)
     is_written = compile_ns > QUICK_NS and grammar.memory_size_bytes <= _WRITTEN_SIZE_BYTES
-    return Verdict(
+    return CompileResult(
         0,
         GrammarOutcome.COMPILED,
         compile_ns=compile_ns,
@@ -56,8 +56,8 @@ def try_constraint(compiler: Any, lengths: list[int], key: GrammarKey) -> Verdic
     )
 
 
-def _refusal(failure: str) -> Verdict:
-    return Verdict(0, GrammarOutcome.INVALID, failure)
+def _refusal(failure: str) -> CompileResult:
+    return CompileResult(0, GrammarOutcome.INVALID, failure)
 
 
 def _walk_through(grammar: Any, lengths: list[int]) -> str:

@@ -18,7 +18,8 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from engine.types.grammar_messages import Frames, GrammarKey, Verdict, framed
+from engine.types.framing import Frames, framed
+from engine.types.grammar_messages import CompileResult, GrammarKey
 
 _MEMORY_BYTES: Final = 3 << 30
 """What a child may take beyond what it has when it is forked."""
@@ -51,7 +52,7 @@ class Worker:
         work: what the child does with a constraint; may take or do whatever it likes.
     """
 
-    def __init__(self, work: Callable[[GrammarKey], Verdict]) -> None:
+    def __init__(self, work: Callable[[GrammarKey], CompileResult]) -> None:
         self._ours, theirs = socket.socketpair()
         parent_pid = os.getpid()
         self.pid = os.fork()
@@ -69,7 +70,7 @@ class Worker:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `read` tells of it
             self._ours.sendall(framed(Question(key, processor_s)))
 
-    def read(self) -> Verdict | None:
+    def read(self) -> CompileResult | None:
         """What has come of the answer: all of it, or None.
 
         Raises:
@@ -84,7 +85,7 @@ class Worker:
             is_out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
             raise ChildDeathError(is_out_of_time=is_out_of_time)
         for body in self._frames.feed(data):
-            return msgspec.msgpack.decode(body, type=Verdict)
+            return msgspec.msgpack.decode(body, type=CompileResult)
         return None
 
     def end(self) -> int:
@@ -102,7 +103,7 @@ class Workers:
         work: see `Worker`.
     """
 
-    def __init__(self, work: Callable[[GrammarKey], Verdict]) -> None:
+    def __init__(self, work: Callable[[GrammarKey], CompileResult]) -> None:
         self._work = work
         self._idle: list[Worker] = []
 
@@ -130,8 +131,14 @@ def die_with(parent_pid: int) -> None:
         os._exit(0)
 
 
+def yield_to_steps() -> None:
+    """Let steps go first: as `WALL_FACTOR` expects, whatever this process was forked from."""
+    niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))  # the caller's may be higher
+    os.setpriority(os.PRIO_PROCESS, 0, niceness)
+
+
 def _live(
-    theirs: socket.socket, work: Callable[[GrammarKey], Verdict], parent_pid: int
+    theirs: socket.socket, work: Callable[[GrammarKey], CompileResult], parent_pid: int
 ) -> NoReturn:
     """The child's whole life."""
     code = 1
@@ -139,7 +146,7 @@ def _live(
         die_with(parent_pid)
         gc.disable()  # it would touch, and so copy, every page
         _limit_memory()
-        os.nice(_NICENESS)  # steps go first
+        yield_to_steps()
         for question in _questions(theirs):
             theirs.sendall(framed(_answer(question, work)))
         code = 0
@@ -155,12 +162,12 @@ def _questions(theirs: socket.socket) -> Iterator[Question]:
             yield msgspec.msgpack.decode(body, type=Question)
 
 
-def _answer(question: Question, work: Callable[[GrammarKey], Verdict]) -> Verdict:
+def _answer(question: Question, work: Callable[[GrammarKey], CompileResult]) -> CompileResult:
     # The kernel's doing: it ends a call that never returns, and counts no time spent waiting.
     signal.setitimer(signal.ITIMER_PROF, question.processor_s)
-    verdict = work(question.key)
+    result = work(question.key)
     signal.setitimer(signal.ITIMER_PROF, 0.0)
-    return verdict
+    return result
 
 
 def _limit_memory() -> None:

@@ -1,18 +1,21 @@
-"""What the engine core and the process that vets grammars say to each other, and both do alike.
+"""What the engine core and the grammar process say to each other, and what both do alike.
 
 Knows xgrammar's compiler as an object that it is handed; imports no grammar library.
 """
 
 import json
-import struct
 import time
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final
 
 import msgspec
 
-from engine.types.grammar_text import expression_grammar, repaired
+from engine.types.grammar_text import (
+    PROBE_SCHEMA,
+    expression_grammar,
+    is_known_print,
+    repaired,
+)
 from instrumentation import GrammarOutcome
 
 GrammarKey = tuple[str, str, bool]
@@ -29,33 +32,6 @@ QUICK_NS: Final = 250_000_000
 WALL_FACTOR: Final = 4
 """How many times the processor time that it may take a constraint may last: steps go first."""
 _ANY_OBJECT: Final = '{"type": "object"}'
-_LENGTH: Final = struct.Struct("<I")
-
-
-def framed(message: msgspec.Struct) -> bytes:
-    """A message as it goes through a pipe: its length, then msgpack."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-class Frames:
-    """Cuts what comes out of a pipe into the messages that `framed` has made."""
-
-    __slots__ = ("_received",)
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take in what has come; yields messages that are whole now, still encoded."""
-        self._received += data
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                return
-            body = bytes(self._received[_LENGTH.size : end])
-            del self._received[:end]
-            yield body
 
 
 class Vocabulary(msgspec.Struct, array_like=True, gc=False):
@@ -65,20 +41,20 @@ class Vocabulary(msgspec.Struct, array_like=True, gc=False):
     failure: str = ""
 
 
-class Wish(msgspec.Struct, array_like=True, gc=False):
+class CompileRequest(msgspec.Struct, array_like=True, gc=False):
     """A constraint to try out, or one that nobody wants any more."""
 
     number: int
     """The core's, never used again."""
     key: GrammarKey | None = None
-    """None where the constraint of that number is withdrawn; it then gets no verdict."""
+    """None where the constraint of that number is withdrawn; it then gets no result."""
 
 
-class Verdict(msgspec.Struct, array_like=True, gc=False):
+class CompileResult(msgspec.Struct, array_like=True, gc=False):
     """What came of trying one constraint out."""
 
     number: int
-    """Its wish's."""
+    """Its request's."""
     outcome: GrammarOutcome
     failure: str = ""
     """Why it was not compiled; empty if it was."""
@@ -157,6 +133,20 @@ def _printed(kind: str, text: str, disable_any_whitespace: bool) -> str:
     if disable_any_whitespace:
         return str(Grammar.from_json_schema(text, any_whitespace=False))
     return str(Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE))
+
+
+def check_library() -> None:
+    """See to it that what the library makes of schemas can be repaired.
+
+    Raises:
+        RuntimeError: it is a version that prints grammars otherwise.
+    """
+    for is_compact in (False, True):
+        if not is_known_print(_printed("json", PROBE_SCHEMA, is_compact)):
+            raise RuntimeError(
+                "this version of xgrammar prints grammars in a form that is not known, so that "
+                "schemas would not be held; install one that this package's requirements allow"
+            )
 
 
 def choice_grammar(choices: list[str]) -> str:

@@ -80,6 +80,8 @@ class CoreTimes(msgspec.Struct, array_like=True, gc=False):
     last_token_ns: int = 0
     preemptions: list[tuple[int, int]] = []
     """(preempted, resumed) pairs; resumed is 0 while the request still waits."""
+    grammar_ready_ns: int = 0
+    """When its wait for a grammar ended, with one or without; stays 0 where it did not wait."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

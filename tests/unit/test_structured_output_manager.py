@@ -1,6 +1,8 @@
 """Grammars for requests: shared, kept, refused, given up; and how far each output has got."""
 
+import fcntl
 import os
+import resource
 import select
 import sys
 import threading
@@ -17,9 +19,15 @@ from engine.core.grammar import Grammar, bits_of, end_mask_of
 from engine.core.grammar_compiler import Compiled, GrammarCompiler, GrammarKey
 from engine.core.request import Request, RequestStatus
 from engine.core.structured_output import StructuredOutputManager
-from engine.types.grammar_messages import QUICK_NS, MatchTime, Verdict, Vocabulary, Wish
+from engine.types.grammar_messages import (
+    QUICK_NS,
+    CompileRequest,
+    CompileResult,
+    MatchTime,
+    Vocabulary,
+)
 from engine.types.messages import ErrorKind
-from instrumentation import Event, GrammarOutcome
+from instrumentation import Event, GrammarOutcome, GrammarTotals, Metrics
 from instrumentation.testing import Recorder
 from tests.fakes import make_request, sampling_params
 
@@ -345,26 +353,32 @@ class FakeProcess:
     def __init__(self, kwargs: dict[str, Any], *, wake: int) -> None:
         self.kwargs = kwargs
         self.wake = wake
-        self.wishes: list[tuple[int, str | None]] = []
-        self.said: list[Vocabulary | Verdict] = [] if self.vocabulary is None else [self.vocabulary]
+        self.requests: list[tuple[int, str | None]] = []
+        self.said: list[Vocabulary | CompileResult] = (
+            [] if self.vocabulary is None else [self.vocabulary]
+        )
         self.is_dead = False
         FakeProcess.started.append(self)
 
-    def send(self, wish: Wish) -> None:
-        text = None if wish.key is None else wish.key[1]
-        self.wishes.append((wish.number, text))
+    def send(self, request: CompileRequest) -> None:
+        text = None if request.key is None else request.key[1]
+        self.requests.append((request.number, text))
         if text in ("die", "die once"):
             self.is_dead = text == "die" or len(FakeProcess.started) == 1
         if text == "bad":
-            self.said.append(Verdict(wish.number, GrammarOutcome.INVALID, "no good", 3))
+            self.said.append(CompileResult(request.number, GrammarOutcome.INVALID, "no good", 3))
         elif text not in (None, "slow") and not self.is_dead:
-            self.said.append(Verdict(wish.number, GrammarOutcome.COMPILED, "", 5, 10))
+            self.said.append(CompileResult(request.number, GrammarOutcome.COMPILED, "", 5, 10))
 
-    def wait(self, timeout_s: float | None) -> Iterator[Vocabulary | Verdict]:
+    def wait(self, timeout_s: float | None) -> Iterator[Vocabulary | CompileResult]:
         if self.is_dead:
             raise EOFError
         if not self.said:
-            select.select([self.wake], [], [], timeout_s)
+            poller = select.poll()
+            poller.register(self.wake, select.POLLIN)
+            poller.poll(None if timeout_s is None else 1e3 * timeout_s)
+            if self.is_dead:
+                raise EOFError
         while self.said:
             yield self.said.pop(0)
 
@@ -375,14 +389,19 @@ class FakeProcess:
 
     def answer(self, number: int, **more: Any) -> None:
         """From the test's thread."""
-        self.said.append(Verdict(number, GrammarOutcome.COMPILED, **more))
+        self.said.append(CompileResult(number, GrammarOutcome.COMPILED, **more))
+        os.eventfd_write(self.wake, 1)
+
+    def die(self) -> None:
+        """At no constraint's hands."""
+        self.is_dead = True
         os.eventfd_write(self.wake, 1)
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
     FakeProcess.started = []
-    monkeypatch.setattr(grammar_compiler, "VettingProcess", FakeProcess)
+    monkeypatch.setattr(grammar_compiler, "GrammarProcess", FakeProcess)
     monkeypatch.setattr(
         grammar_compiler, "compile_constraint", lambda compiler, kind, text, **more: text.upper()
     )
@@ -393,7 +412,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
     )
     monkeypatch.setitem(sys.modules, "xgrammar", library)
     made = GrammarCompiler({}, timeout_s=0.5)
-    made._compiler = object()
+    made._info = object()
     yield made
     made.close()
     assert all(one.is_dead for one in FakeProcess.started)
@@ -446,7 +465,7 @@ def test_what_takes_long_to_take_over_is_in_nobodys_way(
     for kind in ("regex", "grammar"):
         compiler.submit((kind, "slow", False))
     compiler.submit(key_of("good"))
-    until(lambda: bool(FakeProcess.started) and len(FakeProcess.started[0].wishes) == 3)
+    until(lambda: bool(FakeProcess.started) and len(FakeProcess.started[0].requests) == 3)
     process = FakeProcess.started[0]
     assert [one.grammar for one in results(compiler, 1)] == ["GOOD"]
     process.answer(1, compile_ns=QUICK_NS + 1)
@@ -471,6 +490,71 @@ def test_a_process_that_dies_is_started_again_and_once(compiler: GrammarCompiler
     assert results(compiler, 1)[0].outcome is GrammarOutcome.COMPILED
 
 
+def test_a_second_death_costs_only_those_their_grammar_that_have_had_two_tries(
+    compiler: GrammarCompiler,
+) -> None:
+    started = FakeProcess.started
+    compiler.submit(("regex", "slow", False))
+    until(lambda: bool(started) and len(started[0].requests) == 1)
+    started[0].die()
+    until(lambda: len(started) == 2 and len(started[1].requests) == 1)
+    compiler.submit(("grammar", "slow", False))
+    until(lambda: len(started[1].requests) == 2)
+    started[1].die()
+    (given_up,) = results(compiler, 1)
+    assert (given_up.key[0], given_up.outcome) == ("regex", GrammarOutcome.UNAVAILABLE)
+    until(lambda: len(started) == 3 and started[2].requests == [(2, "slow")])
+    started[2].answer(2)
+    (result,) = results(compiler, 1)
+    assert (result.key[0], result.outcome) == ("grammar", GrammarOutcome.COMPILED)
+    assert not compiler._wanted
+    assert not compiler._numbers
+
+
+def test_a_compiler_that_cannot_be_made_leaves_no_large_grammar_waiting(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(info: Any, **more: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(sys.modules["xgrammar"], "GrammarCompiler", fail)
+    for number, kind in enumerate(("regex", "grammar"), 1):
+        compiler.submit((kind, "slow", False))
+        until(lambda n=number: bool(FakeProcess.started) and compiler._last_number == n)
+        until(lambda n=number: len(FakeProcess.started[0].requests) == n)
+        FakeProcess.started[0].answer(number, compile_ns=QUICK_NS + 1)
+        (result,) = results(compiler, 1)
+        assert (result.outcome, result.error) == (GrammarOutcome.UNAVAILABLE, "MemoryError()")
+
+
+def test_a_process_with_thousands_of_open_files_gets_its_grammars(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("no process may have that many here")
+    eventfd = os.eventfd
+
+    def high_eventfd(*arguments: int) -> int:
+        low = eventfd(*arguments)
+        try:
+            return fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1500)
+        finally:
+            os.close(low)
+
+    monkeypatch.setattr(os, "eventfd", high_eventfd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        for text in ("good", "better"):
+            compiler.submit(key_of(text))
+            assert results(compiler, 1)[0].outcome is GrammarOutcome.COMPILED
+        assert compiler._wake >= 1500
+        assert len(FakeProcess.started) == 1, "it did not have to start again"
+        compiler.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_process_that_says_nothing_is_given_up(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,13 +574,13 @@ def test_what_is_withdrawn_is_told_to_the_process_and_compiled_when_it_is_wanted
     compiler: GrammarCompiler,
 ) -> None:
     compiler.submit(key_of("slow"))
-    until(lambda: bool(FakeProcess.started and FakeProcess.started[0].wishes))
+    until(lambda: bool(FakeProcess.started and FakeProcess.started[0].requests))
     process = FakeProcess.started[0]
     compiler.withdraw(key_of("slow"))
     compiler.withdraw(key_of("never wanted"))
     compiler.submit(key_of("slow"))
-    until(lambda: len(process.wishes) == 3)
-    assert process.wishes == [(1, "slow"), (1, None), (2, "slow")]
+    until(lambda: len(process.requests) == 3)
+    assert process.requests == [(1, "slow"), (1, None), (2, "slow")]
     process.answer(1)  # it was on its way when it was withdrawn
     process.answer(2)
     assert [one.outcome for one in results(compiler, 1)] == [GrammarOutcome.COMPILED]
@@ -519,7 +603,7 @@ def test_what_is_withdrawn_before_the_process_is_up_is_never_asked(
     process.said.append(Vocabulary(info="{}"))
     os.eventfd_write(process.wake, 1)
     assert [one.key[1] for one in results(compiler, 1)] == ["wanted"]
-    assert process.wishes == [(2, "wanted")]
+    assert process.requests == [(2, "wanted")]
 
 
 def test_warming_up_starts_a_process_in_the_background_that_the_first_constraint_finds(
@@ -551,14 +635,21 @@ def test_a_failure_of_the_thread_leaves_nobody_waiting(
     def fail(kwargs: dict[str, Any], *, wake: int) -> FakeProcess:
         raise OSError("no memory")
 
-    monkeypatch.setattr(grammar_compiler, "VettingProcess", fail)
+    monkeypatch.setattr(grammar_compiler, "GrammarProcess", fail)
     compiler.submit(key_of("good"))
     (result,) = results(compiler, 1)
     assert result.outcome is GrammarOutcome.UNAVAILABLE
     assert "not available: OSError('no memory')" in result.error
-    monkeypatch.setattr(grammar_compiler, "VettingProcess", FakeProcess)
+    monkeypatch.setattr(grammar_compiler, "GrammarProcess", FakeProcess)
     compiler.submit(key_of("good"))
     assert results(compiler, 1)[0].outcome is GrammarOutcome.COMPILED
+
+
+def test_totals_that_lack_an_outcome_are_not_shown_as_if_they_were_all() -> None:
+    metrics = Metrics()
+    metrics.structured_outputs.observe_totals(GrammarTotals(0, 1, 0, (1,), 1, 7))
+    with pytest.raises(ValueError, match="zip"):
+        metrics.snapshot()
 
 
 def test_counts_are_made_anew_only_when_one_has_changed() -> None:

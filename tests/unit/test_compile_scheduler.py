@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.frontend.grammar_lanes import Lanes
+from engine.frontend.compile_scheduler import CompileScheduler
 from engine.frontend.grammar_worker import ChildDeathError, Worker, Workers
-from engine.types.grammar_messages import Frames, GrammarKey, Verdict, Wish, framed
+from engine.types.framing import MAX_MESSAGE_BYTES, Frames, framed
+from engine.types.grammar_messages import CompileRequest, CompileResult, GrammarKey
 from instrumentation import GrammarOutcome
 
 TIMEOUT_S = 10.0
@@ -41,12 +42,12 @@ class FakeWorker:
         self.is_cut = needs_s > processor_s
         self.due_s = self.world.now_s + (processor_s if self.is_cut else needs_s)
 
-    def read(self) -> Verdict | None:
+    def read(self) -> CompileResult | None:
         if self.is_cut:
             raise ChildDeathError(is_out_of_time=True)
         if "crash" in self.text:
             raise ChildDeathError(is_out_of_time=False)
-        return Verdict(0, GrammarOutcome.COMPILED, num_bytes=7)
+        return CompileResult(0, GrammarOutcome.COMPILED, num_bytes=7)
 
     def end(self) -> int:
         self.is_ended = True
@@ -61,7 +62,9 @@ class World:
         self.asked: list[tuple[str, float]] = []
         self.workers: list[FakeWorker] = []
         self.num_given_back = self.num_new = 0
-        self.lanes = Lanes(self, timeout_s=TIMEOUT_S, clock=lambda: int(self.now_s * 1e9))
+        self.scheduler = CompileScheduler(
+            self, timeout_s=TIMEOUT_S, clock=lambda: int(self.now_s * 1e9)
+        )
 
     def take(self, *, is_new: bool = False) -> FakeWorker:
         self.num_new += is_new
@@ -73,19 +76,19 @@ class World:
 
     def want(self, *texts: str, first: int = 0) -> None:
         for number, text in enumerate(texts, first):
-            self.lanes.take(Wish(number, key_of(text)))
+            self.scheduler.take(CompileRequest(number, key_of(text)))
 
-    def run(self, until_s: float) -> dict[int, tuple[float, Verdict]]:
+    def run(self, until_s: float) -> dict[int, tuple[float, CompileResult]]:
         """What has been settled by then, and when."""
-        settled: dict[int, tuple[float, Verdict]] = {}
+        settled: dict[int, tuple[float, CompileResult]] = {}
         ready: list[int] = []
         while True:
-            for verdict in self.lanes.advance(ready):
-                assert verdict.number not in settled
-                settled[verdict.number] = (self.now_s, verdict)
-            at_work = self.lanes.filenos
+            for result in self.scheduler.advance(ready):
+                assert result.number not in settled
+                settled[result.number] = (self.now_s, result)
+            at_work = self.scheduler.filenos
             assert len(at_work) <= 2
-            left_s = self.lanes.seconds_left()
+            left_s = self.scheduler.seconds_left()
             ends = [self.workers[fileno].due_s for fileno in at_work]
             if left_s is not None:
                 ends.append(self.now_s + left_s)
@@ -103,10 +106,10 @@ def test_a_quick_constraint_does_not_wait_for_the_slow_ones(num_slow: int) -> No
     world.want("0.1", first=num_slow)
     settled = world.run(2.0)
     assert list(settled) == [num_slow]
-    ended_s, verdict = settled[num_slow]
+    ended_s, result = settled[num_slow]
     assert ended_s < 0.7
-    assert (verdict.outcome, verdict.num_bytes) == (GrammarOutcome.COMPILED, 7)
-    assert verdict.duration_ns == 100_000_000, "it has waited, but that is not what it took"
+    assert (result.outcome, result.num_bytes) == (GrammarOutcome.COMPILED, 7)
+    assert result.duration_ns == 100_000_000, "it has waited, but that is not what it took"
     # Neither does one that comes when all of them have had their slices.
     world.run(60.0)
     world.now_s = 60.0
@@ -134,7 +137,7 @@ def test_what_takes_longer_is_compiled_all_the_same_and_one_after_the_other() ->
     assert settled[1][0] < 4.0, "a longer slice of the quick lane was enough"
     assert "longer than 10 s" in settled[3][1].failure
     assert settled[3][1].duration_ns > TIMEOUT_S * 1e9
-    assert world.lanes.num_waiting == 0
+    assert world.scheduler.num_waiting == 0
     assert max(ended_s for ended_s, _ in settled.values()) < 8 + 5 + 10 + 2
 
 
@@ -156,13 +159,13 @@ def test_what_is_withdrawn_makes_room_at_once_and_gets_no_verdict() -> None:
     world.want("60", "60", "60", "60")
     world.run(1.0)
     world.now_s = 1.0
-    at_work = [world.workers[fileno] for fileno in world.lanes.filenos]
+    at_work = [world.workers[fileno] for fileno in world.scheduler.filenos]
     for number in range(4):
-        world.lanes.take(Wish(number))
+        world.scheduler.take(CompileRequest(number))
     assert all(worker.is_ended for worker in at_work)
-    assert not world.lanes.filenos
-    assert world.lanes.num_waiting == 0
-    world.lanes.take(Wish(99))  # whose verdict is on its way
+    assert not world.scheduler.filenos
+    assert world.scheduler.num_waiting == 0
+    world.scheduler.take(CompileRequest(99))  # whose result is on its way
     world.want("0.1", first=100)
     assert world.run(2.0)[100][0] == pytest.approx(1.1, abs=0.11)
 
@@ -181,8 +184,8 @@ def test_a_worker_that_dies_costs_a_second_try_and_no_more() -> None:
 def test_a_worker_that_does_nothing_is_ended_too() -> None:
     world = World()
     world.want("0.1", "0.1")
-    world.lanes.advance(())
-    (stuck,) = world.lanes.filenos
+    world.scheduler.advance(())
+    (stuck,) = world.scheduler.filenos
     world.workers[stuck].due_s = 1e9  # as one that is stopped
     settled = world.run(30.0)
     assert sorted(settled) == [0, 1], "the one that was stuck has a second try"
@@ -190,7 +193,7 @@ def test_a_worker_that_does_nothing_is_ended_too() -> None:
 
 def test_a_limit_below_the_first_slice_is_kept() -> None:
     world = World()
-    world.lanes = Lanes(world, timeout_s=0.1, clock=lambda: int(world.now_s * 1e9))
+    world.scheduler = CompileScheduler(world, timeout_s=0.1, clock=lambda: int(world.now_s * 1e9))
     world.want("0.15", "0.05")
     settled = world.run(5.0)
     assert settled[0][1].outcome is GrammarOutcome.TIMED_OUT
@@ -199,8 +202,8 @@ def test_a_limit_below_the_first_slice_is_kept() -> None:
 
 
 def test_messages_are_cut_out_of_whatever_comes() -> None:
-    verdict = Verdict(3, GrammarOutcome.COMPILED, grammar="x" * 300)
-    data = framed(verdict) + framed(Wish(4)) * 2
+    result = CompileResult(3, GrammarOutcome.COMPILED, grammar="x" * 300)
+    data = framed(result) + framed(CompileRequest(4)) * 2
     for size in (1, 7, 1000):
         frames = Frames()
         bodies = [
@@ -209,13 +212,15 @@ def test_messages_are_cut_out_of_whatever_comes() -> None:
             for body in frames.feed(data[begin : begin + size])
         ]
         assert len(bodies) == 3
-        assert framed(verdict).endswith(bodies[0])
+        assert framed(result).endswith(bodies[0])
+    with pytest.raises(EOFError):  # rather than wait for it
+        list(Frames().feed((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little")))
 
 
 # -- the children ----------------------------------------------------------------------------------
 
 
-def work(key: GrammarKey) -> Verdict:
+def work(key: GrammarKey) -> CompileResult:
     """What a text says is what is done."""
     name = key[1]
     if name == "spin":
@@ -227,12 +232,21 @@ def work(key: GrammarKey) -> Verdict:
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "raise":
         raise MemoryError
+    if name == "niceness":
+        return CompileResult(
+            0, GrammarOutcome.COMPILED, num_bytes=os.getpriority(os.PRIO_PROCESS, 0)
+        )
+    if name == "niceness of a child":
+        child = Worker(work)
+        told = answer(child, "niceness")
+        child.end()
+        return told
     if name == "hoard":
         try:
             bytearray(4 << 30)
         except MemoryError:
-            return Verdict(0, GrammarOutcome.INVALID, "too much")
-    return Verdict(0, GrammarOutcome.COMPILED, grammar=name * 100_000, num_bytes=os.getpid())
+            return CompileResult(0, GrammarOutcome.INVALID, "too much")
+    return CompileResult(0, GrammarOutcome.COMPILED, grammar=name * 100_000, num_bytes=os.getpid())
 
 
 @pytest.fixture
@@ -243,20 +257,26 @@ def worker() -> Iterator[Worker]:
         made.end()
 
 
-def answer(worker: Worker, text: str, *, processor_s: float = 5.0) -> Verdict:
+def answer(worker: Worker, text: str, *, processor_s: float = 5.0) -> CompileResult:
     worker.ask(key_of(text), processor_s=processor_s)
     while True:
         assert select.select([worker], [], [], 20)[0], "no answer in 20 s"
-        if (verdict := worker.read()) is not None:
-            return verdict
+        if (result := worker.read()) is not None:
+            return result
 
 
 def test_a_child_answers_one_question_after_the_other(worker: Worker) -> None:
     for text in ("ab", "cde", "f"):
-        verdict = answer(worker, text)
-        assert verdict.grammar == text * 100_000
-        assert verdict.num_bytes == worker.pid != os.getpid()
+        result = answer(worker, text)
+        assert result.grammar == text * 100_000
+        assert result.num_bytes == worker.pid != os.getpid()
     assert answer(worker, "hoard").failure == "too much"
+
+
+def test_children_of_a_process_in_the_background_are_no_nicer_than_others(worker: Worker) -> None:
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert answer(worker, "niceness").num_bytes == max(5, ours)
+    assert answer(worker, "niceness of a child").num_bytes == max(5, ours), "it adds up"
 
 
 @pytest.mark.parametrize(("text", "is_out_of_time"), [("spin", True), ("die", False)])

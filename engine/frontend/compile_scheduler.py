@@ -1,11 +1,12 @@
-"""Which constraint is tried out next, and for how long: a quick lane and a slow one.
+"""Which constraint is tried out next, and for how long.
 
-Nobody knows beforehand what a constraint takes. So each gets a short slice of the quick lane. What
-is not done by then is begun anew: in the slow lane, for as long as the time limit says and in the
-order of coming, or, while that is busy with another, with a longer slice of the quick lane, which
-gives way to any that has not had its first. First slices go to the newest and to the oldest by
-turns: however many slow ones have come at once, what comes after them waits for two or three
-slices, and none of them waits for ever. One is tried out in each lane at a time.
+The rule: each gets a short slice of the quick lane, and what is not done by then begins anew in the
+slow lane, where one at a time, in the order of coming, has all of its time. The reason: nobody
+knows beforehand what a constraint takes, and a quick one is never to wait for a slow one.
+
+First slices go to the newest and to the oldest by turns, so that however many have come at once, a
+newcomer waits for two or three slices, and nobody for ever. While the slow lane is busy, what is
+bound for it may have one longer slice of the quick lane, which ends when a newcomer needs it.
 
 Knows turns and times. Knows no constraint's meaning; workers are handed in.
 """
@@ -14,36 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
-from engine.frontend.grammar_worker import ChildDeathError
-from engine.types.grammar_messages import WALL_FACTOR, GrammarKey, Verdict, Wish
+from engine.frontend.grammar_worker import ChildDeathError, Worker, Workers
+from engine.types.grammar_messages import WALL_FACTOR, CompileRequest, CompileResult, GrammarKey
 from instrumentation import GrammarOutcome
 
 _SLICES_S: Final = (0.2, 1.0)
 """Processor time in the quick lane, for the first try and the second."""
 _NUM_TRIES: Final = 2
 """Of a constraint whose worker dies: something else may have killed the first."""
-
-
-class AnyWorker(Protocol):
-    """What lanes need of `engine.frontend.grammar_worker.Worker`."""
-
-    def fileno(self) -> int: ...
-
-    def ask(self, key: GrammarKey, *, processor_s: float) -> None: ...
-
-    def read(self) -> Verdict | None: ...
-
-    def end(self) -> int: ...
-
-
-class AnyWorkers(Protocol):
-    """Where they come from, and go when they have given an answer quickly."""
-
-    def take(self, *, is_new: bool = False) -> AnyWorker: ...
-
-    def give_back(self, worker: Any) -> None: ...
 
 
 @dataclass(slots=True)
@@ -63,14 +44,14 @@ class _LaneState:
     """One of the two, and what is tried out there."""
 
     asked: _AskedState | None = None
-    worker: AnyWorker | None = None
+    worker: Worker | None = None
     is_last_try: bool = False
     """Whether it has all the time that a constraint may take."""
     began_ns: int = 0
     deadline_ns: int = 0
 
 
-class Lanes:
+class CompileScheduler:
     """Constraints that wait and that are being tried out.
 
     Args:
@@ -80,7 +61,7 @@ class Lanes:
 
     def __init__(
         self,
-        workers: AnyWorkers,
+        workers: Workers,
         *,
         timeout_s: float,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -107,56 +88,58 @@ class Lanes:
         left_ns = [lane.deadline_ns - self._clock() for lane, _, _ in self._busy()]
         return max(0.0, min(left_ns) / 1e9) if left_ns else None
 
-    def take(self, wish: Wish) -> None:
+    def take(self, request: CompileRequest) -> None:
         """A constraint is wanted, or no longer."""
-        if wish.key is not None:
-            self._waiting[0].append(_AskedState(wish.number, wish.key))
+        if request.key is not None:
+            self._waiting[0].append(_AskedState(request.number, request.key))
             return
         for lane, worker, asked in self._busy():
-            if asked.number == wish.number:
+            if asked.number == request.number:
                 worker.end()
                 self._clear(lane)
         for level, waiting in enumerate(self._waiting):
-            self._waiting[level] = deque(asked for asked in waiting if asked.number != wish.number)
+            self._waiting[level] = deque(
+                asked for asked in waiting if asked.number != request.number
+            )
 
-    def advance(self, readable: Iterable[int]) -> list[Verdict]:
+    def advance(self, readable: Iterable[int]) -> list[CompileResult]:
         """Read answers, end what is out of time, begin what is next; returns what is settled."""
         ready = set(readable)
-        verdicts: list[Verdict] = []
+        results: list[CompileResult] = []
         for lane, worker, asked in self._busy():
             if worker.fileno() in ready:
-                verdicts += self._read(lane, worker, asked)
+                results += self._read(lane, worker, asked)
             elif self._clock() >= lane.deadline_ns:
                 worker.end()
-                verdicts += self._give_way(lane, asked)
+                results += self._give_way(lane, asked)
         self._begin_next()
-        return verdicts
+        return results
 
-    def _busy(self) -> list[tuple[_LaneState, AnyWorker, _AskedState]]:
+    def _busy(self) -> list[tuple[_LaneState, Worker, _AskedState]]:
         return [
             (lane, lane.worker, lane.asked)
             for lane in (self._quick, self._slow)
             if lane.worker is not None and lane.asked is not None
         ]
 
-    def _read(self, lane: _LaneState, worker: AnyWorker, asked: _AskedState) -> list[Verdict]:
+    def _read(self, lane: _LaneState, worker: Worker, asked: _AskedState) -> list[CompileResult]:
         try:
-            verdict = worker.read()
+            result = worker.read()
         except ChildDeathError as death:
             if death.is_out_of_time:
                 return self._give_way(lane, asked)
             return self._take_death(lane, asked)
-        if verdict is None:
+        if result is None:
             return []
         self._leave(lane, asked)
         if lane is self._quick:
             self._workers.give_back(worker)
         else:
             worker.end()  # it may have grown
-        verdict.number, verdict.duration_ns = asked.number, asked.spent_ns
-        return [verdict]
+        result.number, result.duration_ns = asked.number, asked.spent_ns
+        return [result]
 
-    def _give_way(self, lane: _LaneState, asked: _AskedState) -> list[Verdict]:
+    def _give_way(self, lane: _LaneState, asked: _AskedState) -> list[CompileResult]:
         """Its time is up: that of its slice, or all."""
         self._leave(lane, asked)
         if lane.is_last_try:
@@ -166,7 +149,7 @@ class Lanes:
         self._waiting[asked.level].append(asked)
         return []
 
-    def _take_death(self, lane: _LaneState, asked: _AskedState) -> list[Verdict]:
+    def _take_death(self, lane: _LaneState, asked: _AskedState) -> list[CompileResult]:
         self._leave(lane, asked)
         asked.num_deaths += 1
         if asked.num_deaths < _NUM_TRIES:
@@ -216,5 +199,5 @@ class Lanes:
         lane.asked = lane.worker = None
 
 
-def _failed(asked: _AskedState, outcome: GrammarOutcome, failure: str) -> Verdict:
-    return Verdict(asked.number, outcome, failure, asked.spent_ns)
+def _failed(asked: _AskedState, outcome: GrammarOutcome, failure: str) -> CompileResult:
+    return CompileResult(asked.number, outcome, failure, asked.spent_ns)

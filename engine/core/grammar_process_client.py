@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.types.grammar_messages import Frames, Verdict, Vocabulary, Wish, framed
+from engine.types.framing import Frames, framed
+from engine.types.grammar_messages import CompileRequest, CompileResult, Vocabulary
 
 _CHUNK_BYTES: Final = 1 << 20
 _PROGRAM: Final = (
@@ -24,7 +25,7 @@ _PROGRAM: Final = (
 )
 
 
-class VettingProcess:
+class GrammarProcess:
     """A process that compiles what it is asked to, for as long as it lets itself.
 
     Belongs to one thread, whose end also ends the process. Nothing here waits for the process but
@@ -59,14 +60,14 @@ class VettingProcess:
         """Its process id."""
         return self._process.pid
 
-    def send(self, wish: Wish) -> None:
+    def send(self, request: CompileRequest) -> None:
         """Ask for something, once the vocabulary has come; `wait` does the sending."""
-        self._unsent += framed(wish)
+        self._unsent += framed(request)
 
-    def wait(self, timeout_s: float | None) -> Iterator[Vocabulary | Verdict]:
+    def wait(self, timeout_s: float | None) -> Iterator[Vocabulary | CompileResult]:
         """Wait until it says something, or the thread is wanted, or the time is up; send meanwhile.
 
-        Yields what it has said: the vocabulary first, then verdicts.
+        Yields what it has said: the vocabulary first, then the results.
 
         Raises:
             EOFError: it has died.
@@ -88,7 +89,7 @@ class VettingProcess:
             raise EOFError("the process has died")
         for body in self._frames.feed(data):
             if self._has_vocabulary:
-                yield msgspec.msgpack.decode(body, type=Verdict)
+                yield msgspec.msgpack.decode(body, type=CompileResult)
             else:
                 self._has_vocabulary = True
                 yield msgspec.msgpack.decode(body, type=Vocabulary)
