@@ -19,5 +19,7 @@ class CoreAttachment(msgspec.Struct, frozen=True, kw_only=True):
     """An inherited descriptor that becomes readable when the core, or its owner, has ended."""
     counts_steps: bool = True
     """Whether this frontend's metrics count the core's steps: one of them does."""
+    life: int = 0
+    """How many frontends were this client before, each of which has died."""
     run_dir: str | None = None
     """Folder of the run that the core records into from the start."""

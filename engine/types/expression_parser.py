@@ -25,10 +25,13 @@ from engine.types.regular_expression import (
     common,
     joined,
     others,
+    written,
 )
 
 MAX_LENGTH: Final = 32_768
 """Longest expression, in characters."""
+MAX_WRITTEN_LENGTH: Final = 8 * MAX_LENGTH
+"""Longest that it may be once it is written as it is held, where `\\S` is a long list."""
 MAX_DEPTH: Final = 50
 """How deep groups may be nested."""
 MAX_COUNT_DIGITS: Final = 6
@@ -42,12 +45,21 @@ _ALL_SPACES: Final = (
     *((0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
 _LINE_ENDS: Final = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+_CLASS_ESCAPES: Final = {
+    "d": _DIGITS,
+    "w": _WORDS,
+    "s": _SPACES,
+    "D": others(_DIGITS),
+    "W": others(_WORDS),
+    "S": others(_ALL_SPACES),
+}
+_COUNTS: Final = re.compile(r"\{([0-9,]+)\}")
 _RUN: Final = re.compile(r"[^\\^$.*+?()\[\]{}|\x00\ud800-\udfff]+(?![*+?{])")
 """Characters that stand for themselves, the last of which is not repeated."""
 _ANY: Final = Characters(common(others(_LINE_ENDS), CHARACTERS))
 
 
-def parse(text: str) -> Node:
+def parse(text: str, *, longest: int = MAX_LENGTH) -> Node:
     """An expression that matches a whole text; anchors at its ends are taken off.
 
     `\\d`, `\\w` and their opposites are ASCII's, as ECMA-262 has them; a dot is no line end.
@@ -55,7 +67,22 @@ def parse(text: str) -> Node:
     Raises:
         RegularExpressionError: it is none, or asks for what cannot be held.
     """
-    return _Parser(text).parse()
+    return _Parser(text).parse(longest)
+
+
+def rewritten(node: Node) -> str:
+    """The text of an expression as it is held.
+
+    Raises:
+        RegularExpressionError: it is too long.
+    """
+    text = written(node)
+    if len(text) > MAX_WRITTEN_LENGTH:
+        raise RegularExpressionError(
+            f"it takes {len(text)} characters once its classes are written out, and may take "
+            f"{MAX_WRITTEN_LENGTH}; use fewer dots and negated classes, or repeat them by counts"
+        )
+    return text
 
 
 @lru_cache(maxsize=1024)
@@ -71,9 +98,9 @@ class _Parser:
         self._at = 0
         self._depth = 0
 
-    def parse(self) -> Node:
-        if len(self._text) > MAX_LENGTH:
-            self._fail(f"an expression may have {MAX_LENGTH} characters")
+    def parse(self, longest: int) -> Node:
+        if len(self._text) > longest:
+            self._fail(f"an expression may have {longest} characters, not {len(self._text)}")
         node = self._choice()
         if self._at < len(self._text):
             self._fail("')' closes nothing")
@@ -154,16 +181,13 @@ class _Parser:
             return 1, None
         if self._take("?"):
             return 0, 1
-        if not self._at_mark("{"):
-            return None
-        end = self._text.find("}", self._at)
-        inside = self._text[self._at + 1 : end] if end > 0 else ""
-        least, comma, most = inside.partition(",")
-        if not inside or not set(inside) <= set(string.digits + ","):
-            return None  # a brace that is a character
+        found = _COUNTS.match(self._text, self._at)
+        if found is None:
+            return None  # no brace, or one that is a character
+        least, comma, most = found[1].partition(",")
         if not least or "," in most or max(len(least), len(most)) > MAX_COUNT_DIGITS:
             self._fail("a repetition must be {n}, {n,} or {n,m}")
-        self._at = end + 1
+        self._at = found.end()
         return int(least), (int(most) if most else None) if comma else int(least)
 
     def _atom(self) -> Node:
@@ -249,15 +273,8 @@ class _Parser:
         self._at += 2
         if not letter:
             self._fail("the escape has no end", start)
-        if letter in "dwsDWS":
-            return {
-                "d": _DIGITS,
-                "w": _WORDS,
-                "s": _SPACES,
-                "D": others(_DIGITS),
-                "W": others(_WORDS),
-                "S": others(_ALL_SPACES),
-            }[letter]
+        if letter in _CLASS_ESCAPES:
+            return _CLASS_ESCAPES[letter]
         if letter in ESCAPES:
             return self._one(ESCAPES[letter])
         if letter == "b" and in_class:

@@ -3,14 +3,16 @@
 Knows how the library prints the grammar that it makes of a JSON schema. In it strings of a bounded
 length may hold control characters, all strings surrogates, and expressions are automata that let
 through text that does not match (optional groups with repetitions in them) and bytes that are no
-UTF-8. `repaired` puts rules in their place; `expression_grammar` makes some of an
+UTF-8. `repaired` puts rules in their place, which it knows by how they are printed, so that
+`is_known_print` has to be asked once about the library; `expression_grammar` makes some of an
 expression alone.
 """
 
 import re
 from typing import Final
 
-from engine.types.expression_parser import parse
+from engine.types.expression_parser import MAX_WRITTEN_LENGTH, parse
+from engine.types.key_rules import exclusive, is_exclusive
 from engine.types.regular_expression import (
     Characters,
     Choice,
@@ -42,12 +44,19 @@ _EXPRESSION: Final = re.compile(
     r'^(\S+) ::= Regex\("((?:[^"\\]|\\[^a-zA-Z0-9])*)", json_string=true\)$', re.MULTILINE
 )
 
+PROBE_SCHEMA: Final = (
+    '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 2}, "é": {}, '
+    '"c": {"type": "string", "pattern": "(?:ab*)?c"}}, "additionalProperties": {"type": "string"}}'
+)
+"""In whose grammar is all that `repaired` replaces."""
+
 _ESCAPED: Final = re.compile(r"\\(.)")
 
 
 def repaired(grammar: str) -> str:
     """The printed grammar of a schema, so that all that it lets through fits the schema."""
-    grammar = _TOKEN.sub(lambda token: _character(token[0]), grammar.replace(_ESCAPE, _PAIRED))
+    grammar = exclusive(grammar).replace(_ESCAPE, _PAIRED)
+    grammar = _TOKEN.sub(lambda token: _character(token[0]), grammar)
     prefix = "expression"
     while prefix in grammar:
         prefix += "_"
@@ -55,7 +64,7 @@ def repaired(grammar: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         try:
-            node = parse(_ESCAPED.sub(r"\1", match[2]))
+            node = parse(_ESCAPED.sub(r"\1", match[2]), longest=MAX_WRITTEN_LENGTH)
         except RegularExpressionError:
             return match[0]  # of a grammar within a structural tag: its author's
         rules = _rules(match[1], node, f"{prefix}{len(more)}")
@@ -63,6 +72,20 @@ def repaired(grammar: str) -> str:
         return "\n".join(rules)
 
     return _EXPRESSION.sub(replace, grammar)
+
+
+def is_known_print(grammar: str) -> bool:
+    """Whether the printed grammar of `PROBE_SCHEMA` has nothing left open once it is repaired."""
+    left = repaired(grammar)
+    classes = [token for token in _TOKEN.findall(left) if token.startswith("[^")]
+    return (
+        _BOUNDED in _TOKEN.findall(grammar)
+        and _EXPRESSION.search(grammar) is not None
+        and _PAIRED in left
+        and "Regex(" not in left
+        and is_exclusive(left)
+        and all(token.startswith(_PLAIN) for token in classes)
+    )
 
 
 def _character(token: str) -> str:
@@ -77,7 +100,7 @@ def expression_grammar(text: str) -> str:
     Raises:
         RegularExpressionError: it is none, or asks for what cannot be held.
     """
-    return "\n".join(_rules("root", parse(text), "part"))
+    return "\n".join(_rules("root", parse(text, longest=MAX_WRITTEN_LENGTH), "part"))
 
 
 def _rules(name: str, node: Node, prefix: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A JSON schema, put so that the grammar made of it holds all that it demands: `held_schema`.
+"""A JSON schema, put so that its grammar holds all that it demands: `enforceable_schema`.
 
 Knows the keywords of JSON Schema (draft 2020-12 and its forerunners), where schemas stand within
 schemas, and of which demands the grammar library takes no notice. Those are said in another way,
@@ -6,19 +6,22 @@ which may allow less, never more; what cannot be said is refused, so that what c
 was asked for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any, Final
 from urllib.parse import unquote
 
-from engine.types.schema_disjoint import are_disjoint
+from engine.types.schema_disjoint import Disjointness
 from engine.types.schema_objects import hold_array, hold_object
+from engine.types.schema_shapes import Shapes
 from engine.types.schema_values import (
     KEYWORDS,
+    Budget,
     Schema,
     SchemaError,
-    check_value,
+    common_types,
     hold_number,
     hold_string,
+    num_steps_of,
     type_of,
     types_of,
 )
@@ -29,28 +32,42 @@ _UNENFORCED: Final = (
 )
 _APPLICATORS: Final = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """Of these the grammar library reads the first that is there, and nothing beside it."""
-_DEMANDS: Final = frozenset(word for words in KEYWORDS.values() for word in words)
+_DEMANDS: Final = frozenset(("type", *(word for words in KEYWORDS.values() for word in words)))
+_SAYINGS: Final = _DEMANDS.union(_APPLICATORS, _UNENFORCED)
 _IGNORED: Final = ("minContains", "maxContains")
 """Keywords that say nothing alone, but which the grammar library takes notice of."""
+_MAX_PLACE: Final = 200
+_MAX_DIGITS: Final = 10
+"""Of an index in a reference."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 
 
-def held_schema(schema: Schema) -> Schema:
+def enforceable_schema(schema: Schema, budget: Budget | None = None) -> Schema:
     """The schema itself if all of it is held, else one that says the same, or less.
 
     `format` is a remark, as the standard has it, though some are held.
 
+    Args:
+        budget: what it may take, where several schemas share it.
+
     Raises:
-        SchemaError: a demand that cannot be held, with its place.
+        SchemaError: a demand that cannot be held, with its place; or it would take too long.
     """
-    return _Writer(schema).write()
+    return _Writer(schema, budget or Budget()).write()
 
 
 class _Writer:
     """Writes one schema, and the definitions that it refers to."""
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, budget: Budget) -> None:
         self._root = root
+        self._budget = budget
+        self._shapes = Shapes(budget)
+        self._targets: dict[str, Any] = {}
+        """What references point to, as it was given."""
+        self._ends: dict[str, Any] = {}
+        """What references lead to in the end."""
+        self._num_moved = 0
         self._moved: dict[str, str] = {}
         """Names in `$defs` of what references point to elsewhere."""
         self._found: dict[str, Schema] = {}
@@ -58,12 +75,13 @@ class _Writer:
         self._left: list[tuple[str, Any]] = []
 
     def write(self) -> Schema:
+        self._shapes.check(self._root, "")
         written = self.schema(self._root, "", is_root=True)
         if written is False:
             raise SchemaError("", "nothing fits it")
         while self._left:
             pointer, target = self._left.pop()
-            place = pointer.removeprefix("#").replace("/", ".")
+            place = _place(pointer)
             found = self.schema(target, place)
             if found is False:
                 raise SchemaError(place, "nothing fits it")
@@ -71,9 +89,12 @@ class _Writer:
         return self._with_definitions(written)
 
     def _with_definitions(self, written: Schema) -> Schema:
+        groups: dict[str, dict[str, Schema]] = {}
         for pointer, schema in self._found.items():
             _, group, name = pointer.split("/", 2)
-            written[group] = {**written.get(group, {}), name: schema}
+            groups.setdefault(group, {})[name] = schema
+        for group, schemas in groups.items():
+            written[group] = {**written.get(group, {}), **schemas}
         return written
 
     def schema(self, schema: Any, path: str, *, is_root: bool = False) -> Any:
@@ -82,6 +103,7 @@ class _Writer:
             return {} if schema else False
         if not isinstance(schema, dict):
             raise SchemaError(path, "must be a schema: an object, true or false")
+        self._budget.spend(num_steps_of(schema), path)
         for keyword in _UNENFORCED:
             if keyword in schema:
                 raise SchemaError(
@@ -121,7 +143,7 @@ class _Writer:
         if "array" in types and any(word in schema for word in KEYWORDS["array"]):
             hold_array(schema, path, self.schema)
         if "object" in types and any(word in schema for word in KEYWORDS["object"]):
-            hold_object(schema, path, self.schema, self._followed)
+            hold_object(schema, path, self.schema, self._followed, self._budget)
         given = schema.get("type")
         if given not in (types, types[0]):
             schema["type"] = types[0] if len(types) == 1 else types
@@ -129,12 +151,7 @@ class _Writer:
 
     def _values(self, schema: Schema, keyword: str, path: str) -> Any:
         self._check_alone(schema, keyword, path, but=("type",))
-        where = f"{path}.{keyword}"
         values = schema[keyword] if keyword == "enum" else [schema[keyword]]
-        if not isinstance(values, list) or not values:
-            raise SchemaError(where, "must be a list of values that is not empty")
-        for value in values:
-            check_value(value, where)
         if "type" in schema:
             types = set(types_of(schema, path) or ())
             values = [
@@ -149,7 +166,7 @@ class _Writer:
     def _all(self, schema: Schema, keyword: str, path: str) -> Any:
         self._check_alone(schema, keyword, path)
         inner = schema.pop(keyword)
-        if not isinstance(inner, list) or len(inner) != 1:
+        if len(inner) != 1:
             raise SchemaError(
                 path, "'allOf' is supported with one schema; merge its schemas into one"
             )
@@ -157,24 +174,21 @@ class _Writer:
         return found if found is False else schema | found
 
     def _any(self, schema: Schema, keyword: str, path: str) -> Any:
-        options = schema.pop(keyword)
         where = f"{path}.{keyword}"
-        if not isinstance(options, list) or not options:
-            raise SchemaError(where, "must be a list of schemas that is not empty")
-        options = list(self._distributed(schema, options, keyword, path))
+        options = list(self._distributed(schema, schema.pop(keyword), keyword, path))
         if keyword == "oneOf":
             self._check_disjoint(options, path)
         found = (self.schema(one, f"{where}[{index}]") for index, one in enumerate(options))
         possible = [one for one in found if one is not False]
-        remarks = {key: value for key, value in schema.items() if key not in (*_DEMANDS, "type")}
+        remarks = {key: value for key, value in schema.items() if key not in _DEMANDS}
         return remarks | {"anyOf": possible} if possible else False
 
     def _distributed(
         self, schema: Schema, options: list[Any], keyword: str, path: str
     ) -> Iterator[Any]:
         """The options with what stands beside them, which is said again in each."""
-        self._check_alone(schema, keyword, path, but=(*_DEMANDS, "type"))
-        beside = {key: value for key, value in schema.items() if key in (*_DEMANDS, "type")}
+        self._check_alone(schema, keyword, path, but=_DEMANDS)
+        beside = {key: value for key, value in schema.items() if key in _DEMANDS}
         for index, option in enumerate(options):
             if not beside or option is False:
                 yield option
@@ -183,7 +197,7 @@ class _Writer:
             demands = {
                 key: value
                 for key, value in (option.items() if isinstance(option, dict) else ())
-                if key in (*_DEMANDS, *_APPLICATORS, *_UNENFORCED, "type")
+                if key in _SAYINGS
             }
             mine = set(beside) & set(demands)
             is_type = set(beside) == {"type"} and "$ref" not in demands
@@ -196,31 +210,28 @@ class _Writer:
             if not mine:
                 yield {**option, **beside}
             elif mine == {"required"}:
-                names = [*_list(beside["required"]), *_list(option["required"])]
+                names = [*beside["required"], *option["required"]]
+                self._budget.spend(len(names), path)
                 yield {**option, **beside, "required": list(dict.fromkeys(names))}
             else:
-                left = set(types_of(beside, path) or ()) & set(types_of(option, path) or ())
-                yield {**option, "type": sorted(left)} if left else False
+                left = common_types(types_of(beside, path) or [], types_of(option, path) or [])
+                yield {**option, "type": left if len(left) > 1 else left[0]} if left else False
 
     def _check_disjoint(self, options: list[Any], path: str) -> None:
-        for later in range(1, len(options)):
-            for former in range(later):
-                if not are_disjoint(options[former], options[later], self._followed):
-                    raise SchemaError(
-                        f"{path}.oneOf",
-                        f"a value may fit both the schemas {former} and {later}; say 'anyOf', or "
-                        "require of each a property with a 'const' of its own",
-                    )
+        if (both := Disjointness(self._followed, self._budget).overlap(options, path)) is not None:
+            raise SchemaError(
+                f"{path}.oneOf",
+                f"a value may fit both the schemas {both[0]} and {both[1]}; say 'anyOf', or "
+                "require of each a property with a 'const' of its own",
+            )
 
     def _check_alone(
-        self, schema: Schema, keyword: str, path: str, but: tuple[str, ...] = ()
+        self, schema: Schema, keyword: str, path: str, but: Container[str] = ()
     ) -> None:
         others = [
             word
             for word in schema
-            if word != keyword
-            and word not in but
-            and (word in _DEMANDS or word in _APPLICATORS or word == "type")
+            if word != keyword and word not in but and (word in _DEMANDS or word in _APPLICATORS)
         ]
         if others:
             raise SchemaError(
@@ -239,25 +250,39 @@ class _Writer:
         parts = pointer.split("/")
         is_simple = len(parts) == 3 and parts[1] in _DEFINITIONS and not {"~", "%"} & set(pointer)
         if not is_simple or not parts[2]:
-            taken = self._root.get("$defs", {})
-            number = len(self._moved)
-            while f"ref_{number}" in taken:
-                number += 1
-            pointer = self._moved.setdefault(pointer, f"#/$defs/ref_{number}")
+            pointer = self._moved.get(pointer) or self._move(pointer)
         if pointer not in self._found:
             self._found[pointer] = {}
             self._left.append((pointer, target))
         return pointer
 
+    def _move(self, pointer: str) -> str:
+        """A place in `$defs` of its own for what a reference points to."""
+        taken = self._root.get("$defs", {})
+        while f"ref_{self._num_moved}" in taken:
+            self._num_moved += 1
+        self._moved[pointer] = f"#/$defs/ref_{self._num_moved}"
+        self._num_moved += 1
+        return self._moved[pointer]
+
     def _followed(self, schema: Any, path: str) -> Any:
         """What a schema leads to that may be a reference, to references even."""
-        seen: list[Any] = []
-        while isinstance(schema, dict) and "$ref" in schema:
+        seen: set[str] = set()
+        while isinstance(schema, dict):
+            self._budget.spend(1, path)
+            if "$ref" not in schema:
+                inner = schema.get("allOf")
+                if not isinstance(inner, list) or len(inner) != 1:
+                    break
+                schema = inner[0]
+                continue
             reference = schema["$ref"]
+            target = self._at(reference, path)
             if reference in seen:
-                raise SchemaError(path, f"'$ref' leads to itself: {str(reference)[:80]!r}")
-            seen.append(reference)
-            schema = self._at(reference, path)
+                raise SchemaError(path, f"'$ref' leads to itself: {reference[:80]!r}")
+            seen.add(reference)
+            schema = self._ends.get(reference, target)
+        self._ends |= dict.fromkeys(seen, schema)
         return schema
 
     def _at(self, reference: Any, path: str) -> Any:
@@ -266,17 +291,26 @@ class _Writer:
                 path,
                 f"'$ref' must point into the schema itself (#/…), not to {str(reference)[:80]!r}",
             )
+        if reference in self._targets:
+            return self._targets[reference]
         target: Any = self._root
         for part in unquote(reference).split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(target, dict) and key in target:
                 target = target[key]
-            elif isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+            elif (
+                isinstance(target, list)
+                and key.isdecimal()
+                and len(key) < _MAX_DIGITS
+                and int(key) < len(target)
+            ):
                 target = target[int(key)]
             else:
                 raise SchemaError(path, f"'$ref' points to nothing: {reference[:80]!r}")
+        self._shapes.check(target, _place(reference))
+        self._targets[reference] = target
         return target
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _place(pointer: str) -> str:
+    return pointer.removeprefix("#").replace("/", ".")[:_MAX_PLACE]

@@ -64,6 +64,7 @@ class SamplingParams(
 
     NOUN: ClassVar[str] = "sampling parameter"
     EXAMPLE: ClassVar[str] = "temperature=0.8"
+    PARAM: ClassVar[None] = None
 
     n: int = 1
     """Completions to generate for the prompt."""
@@ -180,7 +181,8 @@ class SamplingParams(
                 raise SamplingParamsError(
                     f"{name} must be at most {limit}, got {value}"
                     f"{f' (the vocabulary of {vocab_size})' if value == WHOLE_VOCABULARY else ''}; "
-                    "raise max_logprobs of the engine or ask for fewer."
+                    "raise max_logprobs of the engine or ask for fewer.",
+                    param=name,
                 )
 
     def update_from_model(self, eos_token_ids: Sequence[int] = ()) -> "SamplingParams":
@@ -197,7 +199,8 @@ class SamplingParams(
             raise SamplingParamsError(
                 f"allowed_token_ids {short(allowed)} holds only stop tokens, which "
                 f"min_tokens={self.min_tokens} forbids at first; allow another token or set "
-                "min_tokens=0."
+                "min_tokens=0.",
+                param="allowed_token_ids",
             )
         force_setattr(self, "all_stop_token_ids", stop_token_ids)
         return self
@@ -220,9 +223,7 @@ class SamplingParams(
         for word in self.bad_words:
             at_start = list(encode(word.lstrip()))
             if not at_start:
-                raise SamplingParamsError(
-                    f"bad_words must hold words of at least one token, got {word!r}; remove it."
-                )
+                reject("bad_words", word, "words of at least one token each", "remove it")
             sequences.append(at_start)
             after_space = list(encode(" " + word.lstrip()))
             if len(after_space) == len(at_start) and after_space[0] != at_start[0]:
@@ -231,7 +232,8 @@ class SamplingParams(
         if self.allowed_token_ids and banned.issuperset(self.allowed_token_ids):
             raise SamplingParamsError(
                 f"allowed_token_ids {short(self.allowed_token_ids)} are all forbidden by "
-                "bad_words; allow another token or remove a word."
+                "bad_words; allow another token or remove a word.",
+                param="allowed_token_ids",
             )
         force_setattr(self, "bad_words_token_ids", sequences)
         return self
@@ -319,19 +321,16 @@ class SamplingParams(
         if self.stop and not self.detokenize:
             raise SamplingParamsError(
                 f"stop strings need detokenize=True, got stop={self.stop!r} with "
-                "detokenize=False; use stop_token_ids or set detokenize=True."
+                "detokenize=False; use stop_token_ids or set detokenize=True.",
+                param="stop",
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise SamplingParamsError(
-                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}."
-            )
+            reject("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
 
     def _check_greedy(self) -> None:
         if self.n > 1:
-            raise SamplingParamsError(
-                f"n must be 1 when using greedy sampling, got {self.n}. All completions would be "
-                "the same; set temperature above 0 for different ones."
-            )
+            remedy = "all would be the same: set temperature above 0 for different completions"
+            reject("n", self.n, "1 when using greedy sampling", remedy)
         # Truncation cannot change the most likely token: greedy rows skip it altogether.
         for name, value in (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             self._set(name, value)

@@ -27,11 +27,12 @@ _SCALARS: Final = frozenset((int, float, bool, str))
 class NamedArguments(msgspec.StructMeta):
     """Calls of the class with an unknown argument say which known one is near.
 
-    The class says what its arguments are called, and how one is given.
+    The class says what its arguments are called, how one is given, and which field it is itself.
     """
 
     NOUN: str
     EXAMPLE: str
+    PARAM: str | None
 
     def __call__(self, *arguments: Any, **values: Any) -> Any:
         if arguments:
@@ -39,17 +40,19 @@ class NamedArguments(msgspec.StructMeta):
                 f"{self.__name__} takes its values by name, such as {self.EXAMPLE}; got "
                 f"{short(arguments[0])} without one."
             )
-        for name in values.keys() - set(self.__struct_fields__):
-            near = difflib.get_close_matches(name, self.__struct_fields__, n=1)
+        fields = [name for name in self.__struct_fields__ if not name.startswith("_")]
+        for name in values.keys() - set(fields):
+            near = difflib.get_close_matches(name, fields, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise SamplingParamsError(f"unknown {self.NOUN} {name!r}.{hint}")
+            raise SamplingParamsError(f"unknown {self.NOUN} {name!r}.{hint}", param=self.PARAM)
         return super().__call__(**values)
 
 
 def reject(name: str, value: object, allowed: str, remedy: str = "") -> NoReturn:
     """Raise the error of a field whose value is not allowed."""
     raise SamplingParamsError(
-        f"{name} must be {allowed}, got {short(value)}{f'; {remedy}' if remedy else ''}."
+        f"{name} must be {allowed}, got {short(value)}{f'; {remedy}' if remedy else ''}.",
+        param=name,
     )
 
 
@@ -187,7 +190,8 @@ def check_extra_args(value: object) -> None:
         msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise SamplingParamsError(
-            f"extra_args must hold values that MessagePack can carry, got {short(value)}: {error}."
+            f"extra_args must hold values that MessagePack can carry, got {short(value)}: {error}.",
+            param="extra_args",
         ) from error
 
 
@@ -195,7 +199,8 @@ def _check_plain(value: object, depth: int) -> None:
     """Refuse what would arrive as something else, or not at all."""
     if depth > MAX_DEPTH:
         raise SamplingParamsError(
-            f"extra_args must not be nested deeper than {MAX_DEPTH} levels, or hold itself."
+            f"extra_args must not be nested deeper than {MAX_DEPTH} levels, or hold itself.",
+            param="extra_args",
         )
     if isinstance(value, dict):
         for key, item in value.items():
@@ -207,7 +212,8 @@ def _check_plain(value: object, depth: int) -> None:
     elif not (value is None or isinstance(value, bool | int | float | str | bytes)):
         raise SamplingParamsError(
             "extra_args must hold values that MessagePack can carry (None, booleans, numbers, "
-            f"strings, bytes, lists, dictionaries), got {short(value)}, a {type(value).__name__}."
+            f"strings, bytes, lists, dictionaries), got {short(value)}, a {type(value).__name__}.",
+            param="extra_args",
         )
 
 
@@ -217,5 +223,6 @@ def check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) ->
     if outside:
         raise SamplingParamsError(
             f"{name} must hold token ids below the vocabulary size {vocab_size}, "
-            f"got {short(outside)}."
+            f"got {short(outside)}.",
+            param=name,
         )

@@ -7,7 +7,14 @@ keys two demands share, and that keys without a name of their own may come twice
 from collections.abc import Callable
 from typing import Any
 
-from engine.types.schema_values import Schema, SchemaError, held_pattern, whole_number
+from engine.types.schema_values import (
+    Budget,
+    Schema,
+    SchemaError,
+    enforceable_pattern,
+    hold_counts,
+    num_steps_of,
+)
 
 Write = Callable[[Any, str], Any]
 """Writes a schema that stands at this path; False if nothing fits it."""
@@ -21,18 +28,13 @@ def hold_array(schema: Schema, path: str, write: Write) -> None:
         raise SchemaError(path, "'uniqueItems' is not supported; leave it out")
     if "contains" in schema:
         raise SchemaError(path, "'contains' is not supported; say what 'items' are")
-    for keyword in ("minItems", "maxItems"):
-        count = whole_number(schema, keyword, path)
-        if count is not None:
-            schema[keyword] = count
+    hold_counts(schema, "minItems", "maxItems", path)
     least, most = schema.get("minItems", 0), schema.get("maxItems")
     if "unevaluatedItems" in schema:
         rest = schema.pop("unevaluatedItems")
         schema.setdefault("items", rest)
-    first = schema.get("prefixItems", [])
-    if not isinstance(first, list):
-        raise SchemaError(f"{path}.prefixItems", "must be a list of schemas")
-    written = [write(one, f"{path}.prefixItems[{index}]") for index, one in enumerate(first)]
+    first = enumerate(schema.get("prefixItems", []))
+    written = [write(one, f"{path}.prefixItems[{index}]") for index, one in first]
     is_cut = False in written or (most is not None and most < len(written))
     if is_cut:
         ends = [written.index(False)] if False in written else []
@@ -55,24 +57,23 @@ def hold_array(schema: Schema, path: str, write: Write) -> None:
 
 
 def hold_object(
-    schema: Schema, path: str, write: Write, followed: Callable[[Any, str], Any]
+    schema: Schema, path: str, write: Write, followed: Callable[[Any, str], Any], budget: Budget
 ) -> None:
     """Put what is said of keys and their values in place.
 
     Args:
         followed: what a schema at a path leads to that may be a reference.
     """
-    for keyword in ("minProperties", "maxProperties"):
-        count = whole_number(schema, keyword, path)
-        if count is not None:
-            schema[keyword] = count
-    properties = _mapping(schema, "properties", path)
-    patterns = _mapping(schema, "patternProperties", path)
+    hold_counts(schema, "minProperties", "maxProperties", path)
+    properties = dict(schema.get("properties", {}))
+    patterns = dict(schema.get("patternProperties", {}))
     if "unevaluatedProperties" in schema:
         rest = schema.pop("unevaluatedProperties")
         schema.setdefault("additionalProperties", rest)
     if "propertyNames" in schema:
         names = followed(schema.pop("propertyNames"), f"{path}.propertyNames")
+        if isinstance(names, dict):
+            budget.spend(num_steps_of(names), f"{path}.propertyNames")
         if patterns:
             raise SchemaError(path, "'propertyNames' cannot stand beside 'patternProperties'")
         properties, patterns = _named(schema, properties, names, path)
@@ -84,7 +85,7 @@ def hold_object(
         schema["properties"] = written
     if patterns:
         schema["patternProperties"] = {
-            held_pattern(pattern, at(path, "patternProperties", pattern)): write(
+            enforceable_pattern(pattern, at(path, "patternProperties", pattern)): write(
                 one, at(path, "patternProperties", pattern)
             )
             for pattern, one in patterns.items()
@@ -98,15 +99,8 @@ def hold_object(
 
 def at(path: str, keyword: str, name: str) -> str:
     """The path of a named schema."""
-    is_word = name.replace("-", "_").replace("$", "_").isidentifier()
+    is_word = len(name) <= 80 and name.replace("-", "_").replace("$", "_").isidentifier()
     return f"{path}.{keyword}.{name}" if is_word else f"{path}.{keyword}[{name[:80]!r}]"
-
-
-def _mapping(schema: Schema, keyword: str, path: str) -> dict[str, Any]:
-    value = schema.get(keyword, {})
-    if not isinstance(value, dict):
-        raise SchemaError(f"{path}.{keyword}", "must map names to schemas")
-    return dict(value)
 
 
 def _named(
@@ -114,8 +108,6 @@ def _named(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Properties and patterns that say what `propertyNames` does; the rest is then forbidden."""
     where = f"{path}.propertyNames"
-    if not isinstance(names, dict | bool):
-        raise SchemaError(where, "must be a schema")
     demands = {} if names is True else names
     if isinstance(demands, dict):
         demands = {key: one for key, one in demands.items() if key not in (*_REMARKS, "format")}
@@ -137,8 +129,6 @@ def _named(
             "can be an 'enum', or a 'pattern' alone where there are no 'properties'; "
             "name the keys in 'properties'",
         )
-    if not isinstance(allowed, list):
-        raise SchemaError(f"{where}.enum", "must be a list of names")
     kept = {name: properties.get(name, rest) for name in allowed if isinstance(name, str)}
     return {name: one for name, one in kept.items() if one is not False}, {}
 
@@ -165,10 +155,7 @@ def _required(
     schema: Schema, properties: dict[str, Any], patterns: dict[str, Any], path: str
 ) -> list[str]:
     """The names that must be there, each of which becomes one of the properties."""
-    names = schema.get("required", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise SchemaError(f"{path}.required", "must be a list of property names")
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys(schema.get("required", [])))
     if "required" in schema:
         schema["required"] = names
     missing = [name for name in names if name not in properties]
@@ -187,9 +174,10 @@ def _drop_impossible(
     schema: Schema, written: dict[str, Any], required: list[str], path: str
 ) -> None:
     """Leave out properties that nothing fits, which means that they are forbidden."""
+    needed = set(required)
     for name in [name for name, one in written.items() if one is False]:
         where = at(path, "properties", name)
-        if name in required:
+        if name in needed:
             raise SchemaError(where, "nothing fits it, but it is required")
         if schema.get("additionalProperties", False) is not False:
             raise SchemaError(

@@ -5,10 +5,12 @@ Does not know where schemas stand within schemas.
 """
 
 import math
+from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from functools import lru_cache
 from typing import Any, Final
 
-from engine.types.expression_parser import parse
+from engine.types.expression_parser import parse, rewritten
 from engine.types.regular_expression import (
     IN_JSON,
     Characters,
@@ -20,7 +22,6 @@ from engine.types.regular_expression import (
     others,
     restricted,
     simplified,
-    written,
 )
 
 Schema = dict[str, Any]
@@ -41,7 +42,13 @@ KEYWORDS: Final = {
 
 TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
 
-_MAX_INTEGER: Final = 2**63 - 1
+MAX_STEPS: Final = 300_000
+_SCHEMA_STEPS: Final = 8
+_CHARACTER_STEPS: Final = 8
+_PATTERN_CHARACTERS: Final = 4
+"""How many of a pattern's characters take as long as what else is done with it."""
+
+MAX_INTEGER: Final = 2**63 - 1
 _MAX_NUMBER: Final = 10**15
 _NUM_DECIMALS: Final = 6
 """Of a number's bounds."""
@@ -82,14 +89,59 @@ class SchemaError(ValueError):
         self.message = message
 
 
+class Budget:
+    """The work that checking one request's schemas may take, in steps of about a microsecond.
+
+    References let few bytes ask for much, so that it is counted where it is done.
+
+    Attributes:
+        num_left: steps that may still be taken.
+    """
+
+    __slots__ = ("num_left",)
+
+    def __init__(self, num_steps: int = MAX_STEPS) -> None:
+        self.num_left = num_steps
+
+    def spend(self, num_steps: int, path: str) -> None:
+        """Take some steps at a place.
+
+        Raises:
+            SchemaError: there are not as many left.
+        """
+        self.num_left -= num_steps
+        if self.num_left < 0:
+            raise SchemaError(
+                path,
+                "checking it would take too long; use fewer or shorter schemas, references, "
+                "values and patterns",
+            )
+
+
+def num_steps_of(schema: Schema) -> int:
+    """What it takes to check a schema, those within it left out."""
+    num_steps = _SCHEMA_STEPS + len(schema)
+    for value in schema.values():
+        if isinstance(value, dict | list):
+            num_steps += len(value)
+    patterns = [schema.get("pattern"), *_keys(schema.get("patternProperties"))]
+    return num_steps + sum(num_pattern_steps(one) for one in patterns if isinstance(one, str))
+
+
+def num_pattern_steps(pattern: str) -> int:
+    """What it takes to check an expression."""
+    return _CHARACTER_STEPS * (len(pattern) + _PATTERN_CHARACTERS)
+
+
+def _keys(value: object) -> Iterable[object]:
+    return value if isinstance(value, dict) else ()
+
+
 def types_of(schema: Schema, path: str) -> list[str] | None:
     """The types that a schema names, or that its keywords speak of; None if it speaks of none."""
     given = schema.get("type")
     if given is not None:
-        names = given if isinstance(given, list) else [given]
-        if not names or not all(isinstance(name, str) and name in TYPES for name in names):
-            raise SchemaError(f"{path}.type", f"must be of {', '.join(TYPES)}, or a list of some")
-        return names
+        return given if isinstance(given, list) else [given]
     groups = [name for name, words in KEYWORDS.items() if any(word in schema for word in words)]
     if len(groups) > 1:
         first = [next(w for w in KEYWORDS[name] if w in schema) for name in groups]
@@ -101,6 +153,15 @@ def types_of(schema: Schema, path: str) -> list[str] | None:
     return groups or None
 
 
+def common_types(first: list[str], second: list[str]) -> list[str]:
+    """Types of the values that are of a type of both; whole numbers are numbers, too."""
+    mine, others = (
+        {*names, "integer"} if "number" in names else set(names) for names in (first, second)
+    )
+    found = mine & others
+    return sorted(found - {"integer"} if "number" in found else found)
+
+
 def type_of(value: object) -> str:
     """The type of a JSON value; `integer` for whole numbers."""
     if value is None or isinstance(value, bool):
@@ -110,25 +171,23 @@ def type_of(value: object) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def whole_number(schema: Schema, keyword: str, path: str) -> int | None:
-    """A keyword's count; None if it is not there."""
-    value = schema.get(keyword)
-    if value is None and keyword not in schema:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
-        raise SchemaError(f"{path}.{keyword}", "must be a whole number that is not negative")
-    if not 0 <= value <= _MAX_INTEGER:
-        raise SchemaError(f"{path}.{keyword}", "must be a whole number that is not negative")
-    return int(value)
+def hold_counts(schema: Schema, least: str, most: str, path: str) -> None:
+    """Put the counts of two keywords in place, the first of which may not be above the second."""
+    schema |= {keyword: int(schema[keyword]) for keyword in (least, most) if keyword in schema}
+    if least in schema and most in schema and schema[least] > schema[most]:
+        raise SchemaError(path, f"nothing fits it: {least!r} is above {most!r}")
 
 
-def check_value(value: object, path: str) -> None:
+def check_value(value: object, path: str, budget: Budget) -> None:
     """Refuse a `const` or an item of `enum` that the grammar library would change."""
     left = [value]
     while left:
+        budget.spend(1, path)
         one = left.pop()
-        if isinstance(one, int) and not isinstance(one, bool) and abs(one) > _MAX_INTEGER:
+        if isinstance(one, int) and not isinstance(one, bool) and abs(one) > MAX_INTEGER:
             raise SchemaError(path, "whole numbers must be of at most 64 bits")
+        if isinstance(one, float) and not math.isfinite(one):
+            raise SchemaError(path, "numbers must be finite")
         left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
 
 
@@ -137,11 +196,9 @@ def hold_number(schema: Schema, types: list[str], path: str) -> list[str]:
     multiple = schema.get("multipleOf")
     if multiple is not None:
         where = f"{path}.multipleOf"
-        if isinstance(multiple, bool) or not isinstance(multiple, int | float) or multiple <= 0:
-            raise SchemaError(where, "must be a number above 0")
-        if multiple != multiple // 1 or multiple > _MAX_MULTIPLE:
+        if not 0 < multiple <= _MAX_MULTIPLE or multiple != multiple // 1:
             raise SchemaError(
-                where, f"can be held for whole numbers up to {_MAX_MULTIPLE}; leave it out"
+                where, f"can be held for whole numbers from 1 to {_MAX_MULTIPLE}; leave it out"
             )
         schema["multipleOf"] = int(multiple)
         types = list(dict.fromkeys("integer" if name == "number" else name for name in types))
@@ -151,15 +208,14 @@ def hold_number(schema: Schema, types: list[str], path: str) -> list[str]:
         if keyword in schema:
             bounds[keyword] = _bound(schema[keyword], keyword, is_integer, f"{path}.{keyword}")
     schema |= bounds
+    _check_range(bounds, is_integer, path)
     if multiple is not None and bounds:
         _check_multiple(bounds, f"{path}.multipleOf")
     return types
 
 
-def _bound(value: object, keyword: str, is_integer: bool, where: str) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SchemaError(where, "must be a number")
-    largest = _MAX_INTEGER if is_integer else _MAX_NUMBER
+def _bound(value: int | float, keyword: str, is_integer: bool, where: str) -> int | float:
+    largest = MAX_INTEGER if is_integer else _MAX_NUMBER
     if abs(value) >= largest:
         raise SchemaError(where, f"must lie between -{largest} and {largest}, ends excluded")
     is_least = keyword.lower().endswith("minimum")
@@ -174,6 +230,15 @@ def _bound(value: object, keyword: str, is_integer: bool, where: str) -> int | f
     # An exclusive bound between two whole numbers excludes neither.
     is_up = is_least != keyword.startswith("exclusive")
     return math.ceil(value) if is_up else math.floor(value)
+
+
+def _check_range(bounds: dict[str, int | float], is_integer: bool, path: str) -> None:
+    above = bounds.get("exclusiveMinimum", -math.inf)
+    below = bounds.get("exclusiveMaximum", math.inf)
+    least = max(bounds.get("minimum", -math.inf), above + 1 if is_integer else above)
+    most = min(bounds.get("maximum", math.inf), below - 1 if is_integer else below)
+    if least > most or (least == most and not is_integer and (above == least or below == most)):
+        raise SchemaError(path, "nothing fits it: no such number lies between its bounds")
 
 
 def _check_multiple(bounds: dict[str, int | float], where: str) -> None:
@@ -192,12 +257,8 @@ def hold_string(schema: Schema, path: str) -> None:
 
     A pattern matches the whole string. A format is a remark where there is a pattern or a length.
     """
-    least, most = whole_number(schema, "minLength", path), whole_number(schema, "maxLength", path)
-    schema |= {
-        name: value
-        for name, value in (("minLength", least), ("maxLength", most))
-        if value is not None
-    }
+    hold_counts(schema, "minLength", "maxLength", path)
+    least, most = schema.get("minLength"), schema.get("maxLength")
     format_name = schema.get("format")
     if "pattern" not in schema or schema["pattern"] == "":
         schema.pop("pattern", None)
@@ -206,7 +267,7 @@ def hold_string(schema: Schema, path: str) -> None:
         elif isinstance(format_name, str) and format_name in _FORMATS:
             del schema["format"]
             schema.pop("minLength", None)
-            schema["pattern"] = written(parse(_FORMATS[format_name]))
+            schema["pattern"] = _pattern_of_format(format_name)
         return
     schema.pop("format", None)
     where = f"{path}.pattern"
@@ -215,7 +276,7 @@ def hold_string(schema: Schema, path: str) -> None:
         node = _of_length(node, least or 0, most, where)
         schema.pop("minLength", None)
         schema.pop("maxLength", None)
-    text = written(node)
+    text = _text_of(node, where)
     if not text:
         schema["maxLength"] = 0
     elif (counts := _any_text(node)) is not None:
@@ -226,17 +287,27 @@ def hold_string(schema: Schema, path: str) -> None:
         schema["pattern"] = text
 
 
-def held_pattern(pattern: object, where: str) -> str:
+@lru_cache
+def _pattern_of_format(name: str) -> str:
+    return rewritten(parse(_FORMATS[name]))
+
+
+def enforceable_pattern(pattern: str, where: str) -> str:
     """An expression for keys, as it can be held; it matches the whole key."""
-    text = written(_pattern(pattern, where))
+    text = _text_of(_pattern(pattern, where), where)
     if not text:
         raise SchemaError(where, "matches no key but the empty one; leave it out")
     return text
 
 
-def _pattern(pattern: object, where: str) -> Node:
-    if not isinstance(pattern, str):
-        raise SchemaError(where, "must be a regular expression")
+def _text_of(node: Node, where: str) -> str:
+    try:
+        return rewritten(node)
+    except RegularExpressionError as error:
+        raise SchemaError(where, str(error)) from error
+
+
+def _pattern(pattern: str, where: str) -> Node:
     try:
         node = restricted(parse(pattern), IN_JSON)
     except RegularExpressionError as error:

@@ -7,23 +7,27 @@ schema, an expression or a grammar can be compiled is found where it is compiled
 
 import json as json_text
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn, cast
 
 import msgspec
 from msgspec.structs import force_setattr
 
 from engine.errors import SamplingParamsError
-from engine.types.expression_parser import parse
-from engine.types.json_schema import held_schema
-from engine.types.regular_expression import RegularExpressionError, written
+from engine.types.expression_parser import parse, rewritten
+from engine.types.json_schema import enforceable_schema
+from engine.types.regular_expression import RegularExpressionError
 from engine.types.sampling_checks import NamedArguments, encodable, short
-from engine.types.schema_values import SchemaError
+from engine.types.schema_values import Budget, SchemaError, num_pattern_steps
 
 MAX_BYTES: Final = 256 * 1024
 """Longest schema, expression, grammar, or choice in all, as UTF-8."""
+MAX_WRITTEN_BYTES: Final = 4 * MAX_BYTES
+"""Longest that a schema may be once it says what its patterns and references do."""
 MAX_NESTING: Final = 64
 """How deep JSON may be nested."""
 MAX_CHOICES: Final = 4096
+_MAX_KEY: Final = 80
+"""Of a key, in messages."""
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The constraints; a request has exactly one."""
@@ -39,6 +43,7 @@ class StructuredOutputsParams(
 
     NOUN: ClassVar[str] = "structured output"
     EXAMPLE: ClassVar[str] = 'json={"type": "object"}'
+    PARAM: ClassVar[str] = "structured_outputs"
 
     json: str | dict[str, Any] | None = None
     """A JSON schema: a dictionary, its text, or a class with `model_json_schema` (pydantic). After
@@ -55,6 +60,9 @@ class StructuredOutputsParams(
     structural_tag: str | dict[str, Any] | None = None
     """Free text with constrained parts between tags, as xgrammar describes it; the JSON text after
     construction."""
+    _is_enforceable: bool = False
+    """Whether nothing is left to be checked: so it is after construction. What is read from a
+    message is not worked through again."""
     disable_any_whitespace: bool = False
     """JSON with a space behind colons and commas and no other whitespace between its parts."""
 
@@ -64,6 +72,8 @@ class StructuredOutputsParams(
         Raises:
             SamplingParamsError: not exactly one constraint, or one that cannot be right.
         """
+        if self._is_enforceable:
+            return
         if self.json_object is not None and not isinstance(self.json_object, bool):
             _reject("json_object", self.json_object, "True or False")
         if not isinstance(self.disable_any_whitespace, bool):
@@ -87,8 +97,10 @@ class StructuredOutputsParams(
             force_setattr(self, "choice", _checked_choice(self.choice))
         if self.disable_any_whitespace and self.kind not in ("json", "json_object"):
             raise SamplingParamsError(
-                f"disable_any_whitespace is for json and json_object; leave it out of {self.kind}."
+                f"disable_any_whitespace is for json and json_object; leave it out of {self.kind}.",
+                param=f"{self.PARAM}.disable_any_whitespace",
             )
+        force_setattr(self, "_is_enforceable", True)
 
     @classmethod
     def from_any(cls, value: object) -> "StructuredOutputsParams":
@@ -103,7 +115,26 @@ class StructuredOutputsParams(
             return cls(**value)
         raise SamplingParamsError(
             "structured_outputs must be StructuredOutputsParams, a dictionary of its fields "
-            f"({', '.join(KINDS)}) or None, got {short(value)}."
+            f"({', '.join(KINDS)}) or None, got {short(value)}.",
+            param=cls.PARAM,
+        )
+
+    @classmethod
+    def of_enforceable(
+        cls, kind: str, value: dict[str, Any], *, disable_any_whitespace: bool = False
+    ) -> "StructuredOutputsParams":
+        """A schema, or a structural tag, made of parts that are enforceable; all but its size.
+
+        Raises:
+            SamplingParamsError: it is too long.
+        """
+        values = {
+            kind: _written_text(kind, value),
+            "disable_any_whitespace": disable_any_whitespace,
+        }
+        return cast(
+            StructuredOutputsParams,
+            msgspec.StructMeta.__call__(cls, _is_enforceable=True, **values),
         )
 
     @property
@@ -123,7 +154,8 @@ class StructuredOutputsParams(
         if len(given) != 1:
             raise SamplingParamsError(
                 f"structured_outputs needs exactly one of {', '.join(KINDS)}, got "
-                f"{' and '.join(given) or 'none'}."
+                f"{' and '.join(given) or 'none'}.",
+                param=self.PARAM,
             )
 
 
@@ -132,7 +164,13 @@ def _is_given(value: object) -> bool:
 
 
 def _reject(name: str, value: object, allowed: str) -> NoReturn:
-    raise SamplingParamsError(f"structured_outputs.{name} must be {allowed}, got {short(value)}.")
+    raise _error(name, f" must be {allowed}, got {short(value)}.")
+
+
+def _error(place: str, said: str) -> SamplingParamsError:
+    """The error that begins with a field of ours, or a place in one."""
+    place = f"structured_outputs.{place}"
+    return SamplingParamsError(f"{place}{said}", param=place)
 
 
 def _check_text(name: str, value: object, allowed: str) -> None:
@@ -142,12 +180,10 @@ def _check_text(name: str, value: object, allowed: str) -> None:
         _reject(name, value, "text without lone surrogates")
     num_bytes = len(value.encode())
     if num_bytes > MAX_BYTES:
-        raise SamplingParamsError(
-            f"structured_outputs.{name} must be at most {MAX_BYTES} bytes long, got {num_bytes}."
-        )
+        raise _error(name, f" must be at most {MAX_BYTES} bytes long, got {num_bytes}.")
 
 
-def _checked_object(name: str, value: object, remedy: str) -> str:
+def _checked_object(name: str, value: Any, remedy: str) -> str:
     """The text of a JSON object that was given as text, dictionary or pydantic class."""
     allowed = f"a JSON object, {remedy}, or its text"
     describe = getattr(value, "model_json_schema", None)
@@ -155,77 +191,96 @@ def _checked_object(name: str, value: object, remedy: str) -> str:
         try:
             value = describe()
         except Exception as error:  # somebody else's code
-            raise SamplingParamsError(
-                f"structured_outputs.{name}: {short(value)} gave no schema: {error}"
-            ) from error
-    text: str | None = None
-    if not isinstance(value, dict):
+            raise _error(name, f": {short(value)} gave no schema: {error}") from error
+    if isinstance(value, dict):
+        _check_nesting(name, value)  # before anything recurses
+        # Nor is anything long worked through, nor what is no JSON.
+        given = _text_of(name, value, allow_nan=True)
+        _check_text(name, given, allowed)
+        value = json_text.loads(given)
+    else:
         _check_text(name, value, allowed)
         assert isinstance(value, str)
         text = value
         try:
             value = json_text.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            raise SamplingParamsError(
-                f"structured_outputs.{name} must be {allowed}; it is no JSON: {error}."
-            ) from error
+            raise _error(name, f" must be {allowed}; it is no JSON: {error}.") from error
         if not isinstance(value, dict):
             _reject(name, text, allowed)
-    _check_nesting(name, value)  # before anything recurses
-    held = _held_schema(name, value) if name == "json" else _held_tag(name, value)
-    if text is not None and held == value:
-        return text
+        _check_nesting(name, value)
+    budget = Budget()
+    if name == "json":
+        return _written_text(name, _enforceable(name, value, budget))
+    return _written_text(name, _enforceable_tag(name, value, budget))
+
+
+def _text_of(name: str, value: dict[str, Any], *, allow_nan: bool = False) -> str:
     try:
-        text = json_text.dumps(held, ensure_ascii=False, allow_nan=False)
+        text = json_text.dumps(value, ensure_ascii=False, allow_nan=allow_nan)
     except (TypeError, ValueError) as error:
-        raise SamplingParamsError(
-            f"structured_outputs.{name} must be {allowed}: {error}."
-        ) from error
-    _check_text(name, text, allowed)
+        raise _error(name, f" must be a JSON object, or its text: {error}.") from error
+    if not encodable(text):
+        _reject(name, value, "text without lone surrogates")
     return text
 
 
-def _held_schema(where: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _written_text(name: str, value: dict[str, Any]) -> str:
+    """The JSON of what is held, which may be longer than what was asked for."""
+    text = _text_of(name, value)
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_WRITTEN_BYTES:
+        raise _error(
+            name,
+            f" takes {num_bytes} bytes once patterns and references are written out, and may take "
+            f"{MAX_WRITTEN_BYTES}; use fewer or shorter ones.",
+        )
+    return text
+
+
+def _enforceable(where: str, schema: dict[str, Any], budget: Budget) -> dict[str, Any]:
     """The schema as it is held to; what cannot be is refused."""
     try:
-        return held_schema(schema)
+        return enforceable_schema(schema, budget)
     except SchemaError as error:
-        raise SamplingParamsError(
-            f"structured_outputs.{where}{error.path}: {error.message}."
-        ) from error
+        raise _error(f"{where}{error.path}", f": {error.message}.") from error
 
 
 def _checked_regex(where: str, text: str) -> str:
     """The expression as it is held to; what cannot be is refused."""
     try:
-        held = written(parse(text))
+        held = rewritten(parse(text))
     except RegularExpressionError as error:
-        raise SamplingParamsError(
-            f"structured_outputs.{where} must be a regular expression that a grammar can hold: "
-            f"{error}."
+        raise _error(
+            where, f" must be a regular expression that a grammar can hold: {error}."
         ) from error
     if not held:
         _reject(where, text, "a regular expression that matches more than the empty text")
     return held
 
 
-def _held_tag(where: str, value: Any) -> Any:
+def _enforceable_tag(where: str, value: Any, budget: Budget) -> Any:
     """A structural tag whose schemas and expressions are as they are held to."""
     if isinstance(value, list | tuple):
-        return [_held_tag(f"{where}[{index}]", item) for index, item in enumerate(value)]
+        return [
+            _enforceable_tag(f"{where}[{index}]", item, budget) for index, item in enumerate(value)
+        ]
     if not isinstance(value, dict):
         return value
     held: dict[str, Any] = {}
     kind = value.get("type")
     for key, item in value.items():
-        place = f"{where}.{key}"
+        place = f"{where}.{str(key)[:_MAX_KEY]}"
         is_schema = key == "json_schema" or (key == "schema" and "begin" in value)
         if is_schema and isinstance(item, dict):
-            held[key] = _held_schema(place, item)
+            held[key] = _enforceable(place, item, budget)
         elif key == "pattern" and kind == "regex" and isinstance(item, str):
+            budget.num_left -= num_pattern_steps(item)
+            if budget.num_left < 0:
+                raise _error(place, ": checking it would take too long; use shorter expressions.")
             held[key] = _checked_regex(place, item)
         else:
-            held[key] = _held_tag(place, item)
+            held[key] = _enforceable_tag(place, item, budget)
     return held
 
 
@@ -248,9 +303,7 @@ def _check_nesting(name: str, value: object) -> None:
             return
         if len(level) > MAX_BYTES:
             break  # it holds itself many times over, or is too long anyway
-    raise SamplingParamsError(
-        f"structured_outputs.{name} must not be nested deeper than {MAX_NESTING} levels."
-    )
+    raise _error(name, f" must not be nested deeper than {MAX_NESTING} levels.")
 
 
 def _checked_choice(value: object) -> list[str]:
@@ -265,7 +318,5 @@ def _checked_choice(value: object) -> list[str]:
     choices = list(dict.fromkeys(value))
     num_bytes = sum(len(item.encode()) for item in choices)
     if num_bytes > MAX_BYTES:
-        raise SamplingParamsError(
-            f"structured_outputs.choice must be at most {MAX_BYTES} bytes in all, got {num_bytes}."
-        )
+        raise _error("choice", f" must be at most {MAX_BYTES} bytes in all, got {num_bytes}.")
     return choices

@@ -210,8 +210,12 @@ def test_a_call_that_a_stop_string_breaks_off_is_none_to_run(client: OpenAI) -> 
     assert stream(client, **options, stop=[stop]) == [broken]
 
 
-def test_a_schema_that_cannot_be_held_is_refused_where_it_stands(client: OpenAI) -> None:
-    bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
+@pytest.mark.parametrize("title", ["short", "long " * 1000], ids=["at once", "off the loop"])
+def test_a_schema_that_cannot_be_held_is_refused_where_it_stands(
+    client: OpenAI, title: str
+) -> None:
+    bad: dict[str, Any] = {"type": "object", "title": title}
+    bad |= {"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": bad}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": bad}}
     for options, param in (
@@ -228,11 +232,10 @@ def test_a_schema_that_cannot_be_held_is_refused_where_it_stands(client: OpenAI)
             ask(client, **options)
         assert caught.value.param == param
         assert param in caught.value.message
-    # What only the grammar library finds is told in the request's own words, too.
     bad["properties"]["a"] = {"type": "string", "minLength": 3, "maxLength": 2}
-    with pytest.raises(BadRequestError, match=r"tools cannot be used: .*minLength") as caught:
+    with pytest.raises(BadRequestError, match="minLength") as caught:
         ask(client, tools=[tool], tool_choice="required")
-    assert caught.value.param == "tools"
+    assert caught.value.param == "tools[0].function.parameters.properties.a"
 
 
 def test_free_answers_are_the_same_streamed_and_whole(client: OpenAI) -> None:

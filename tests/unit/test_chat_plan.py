@@ -235,7 +235,7 @@ def test_an_answer_of_another_form_has_no_calls() -> None:
     text = '{"name": "now", "arguments": {}}'
     assert output.new_parser().parse(text) == ChatOutput(content=text)
     for choice in ("required", NOW):
-        with pytest.raises(ToolsError, match="exclude each other"):
+        with pytest.raises(ToolsError, match=r"leave out structured_outputs, or set"):
             plan_chat(
                 ChatFormats.resolve(CHATML),
                 USER,

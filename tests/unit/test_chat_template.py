@@ -267,15 +267,15 @@ def test_apply_chat_template(tokenizer: Tokenizer) -> None:
         ("hello", "must be a list"),
         ({"role": "user", "content": "x"}, "must be a list"),
         (["hello"], r"messages\[0\] must be a dictionary"),
-        ([{"content": "x"}], r'\["role"\] must be a string'),
-        ([{"role": 3, "content": "x"}], r'\["role"\] must be a string'),
-        ([{"role": "", "content": "x"}], r'\["role"\] must be a string'),
+        ([{"content": "x"}], r"\.role must be a string"),
+        ([{"role": 3, "content": "x"}], r"\.role must be a string"),
+        ([{"role": "", "content": "x"}], r"\.role must be a string"),
         ([{"role": "user"}], 'has no "content"'),
         ([{"role": "user", "content": None}], 'has no "content"'),
         ([{"role": "user", "content": 3}], "must be a string or a list of text parts, got int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
         ([{"role": "user", "content": [3]}], "a part of type int"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r'\["text"\] must be a string'),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"\.text must be a string"),
         ([{"role": "user", "content": "x", "extra": object()}], "holds a object"),
         ([{"role": "assistant", "tool_calls": "f()"}], "must be a list"),
         ([{"role": "assistant", "tool_calls": ["f()"]}], "must be a dictionary"),
@@ -290,8 +290,9 @@ def test_apply_chat_template(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_bad_messages(messages: Any, complaint: str) -> None:
-    with pytest.raises(PromptError, match=complaint):
+    with pytest.raises(PromptError, match=complaint) as caught:
         render_chat(MISTRAL, messages, variables=VARIABLES)
+    assert str(caught.value).split()[0].rstrip(":") == caught.value.param
 
 
 def test_nesting_without_end() -> None:

@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 
 from engine import SamplingParamsError, StructuredOutputsParams
-from engine.types.json_schema import held_schema
+from engine.types.json_schema import enforceable_schema
 from engine.types.schema_values import SchemaError
 from tests.unit.grammar_walks import finished_texts
 
@@ -308,7 +308,7 @@ def test_what_cannot_be_held_is_refused_with_its_place(
     schema: dict[str, Any], path: str, message: str
 ) -> None:
     with pytest.raises(SchemaError) as caught:
-        held_schema(schema)
+        enforceable_schema(schema)
     assert caught.value.path == path
     assert message in caught.value.message
     with pytest.raises(SamplingParamsError) as refused:
@@ -325,5 +325,5 @@ def test_what_is_held_as_it_is_stays_as_it_is() -> None:
         {},
     ):
         before = copy.deepcopy(schema)
-        assert held_schema(schema) == before
+        assert enforceable_schema(schema) == before
         assert schema == before, "the caller's own is left alone"

@@ -47,7 +47,7 @@ class Broken:
             "json",
             '{"type": "object", "properties": {"ü": {"type": "string"}}}',
         ),
-        ({"json": ' {"type":"object"}'}, "json", ' {"type":"object"}'),
+        ({"json": ' {"type":"object"}'}, "json", '{"type": "object"}'),
         ({"regex": "a|b"}, "regex", "a|b"),
         ({"choice": ["b", "a", "b"]}, "choice", '["b", "a"]'),
         ({"choice": ("é",)}, "choice", '["é"]'),
@@ -130,8 +130,10 @@ def test_what_is_accepted_and_how_it_travels(
 def test_what_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingParamsError, match=message):
         StructuredOutputsParams(**values)
-    with pytest.raises(SamplingParamsError, match=message):
+    with pytest.raises(SamplingParamsError, match=message) as caught:
         SamplingParams(structured_outputs=values)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("structured_outputs")
 
 
 @pytest.mark.parametrize("value", [3, "regex", ["regex"], {1: 2}])

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import xgrammar
 
-from engine import SamplingParamsError, StructuredOutputsParams
-from engine.server.sampling import field_of, form_names, in_api_words
+from engine import StructuredOutputsParams
+from engine.server.errors import ApiError
+from engine.server.sampling import form_names, in_api_words, naming_fields
 from engine.server.tools.choice import Mode, check_choice, required_schema
 from engine.server.tools.definitions import (
     MAX_SCHEMA_DEPTH,
@@ -17,6 +18,7 @@ from engine.server.tools.definitions import (
     ToolsError,
     check_tools,
 )
+from engine.server.tools.pieces import gather
 from engine.server.tools.plan import ChatFormats, plan_chat
 
 USER = [{"role": "user", "content": "Weather?"}]
@@ -158,25 +160,22 @@ def test_fields_of_a_form_that_tools_gave() -> None:
     for choice, place in (("required", "tools"), (named("g"), "tools[1].function.parameters")):
         plan = plan_chat(formats, USER, tools=[tool("f"), tool("g", CITY)], tool_choice=choice)
         message = "structured_outputs.json cannot be used: nothing matches"
-        assert field_of(message, plan.field_names) == place
         assert in_api_words(message, plan.field_names).startswith(f"{place} cannot be used")
 
 
 def test_fields_of_a_form_that_the_request_has() -> None:
     bad = {"type": "object", "properties": {"a": {"not": {}}}}
-    with pytest.raises(SamplingParamsError) as caught:
-        StructuredOutputsParams(json=bad)
-    message = str(caught.value)
     for field, place in (
         ("response_format", "response_format.json_schema.schema.properties.a"),
         ("guided_json", "guided_json.properties.a"),
         ("structured_outputs", "structured_outputs.json.properties.a"),
     ):
-        assert field_of(message, form_names(field)) == place
-        assert in_api_words(message, form_names(field)).startswith(f"{place}: 'not' is not")
-    assert field_of(
-        "structured_outputs.regex cannot be used: x", form_names("response_format")
-    ) == ("response_format.regex")
+        with pytest.raises(ApiError) as caught, naming_fields(form_names(field)):
+            StructuredOutputsParams(json=bad)
+        assert caught.value.param == place
+        assert caught.value.message.startswith(f"{place}: 'not' is not")
+    said = in_api_words("structured_outputs.regex cannot be used: x", form_names("response_format"))
+    assert said == "response_format.regex cannot be used: x"
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +215,24 @@ def test_at_most_one_required_call(compiler: xgrammar.GrammarCompiler) -> None:
     now: dict[str, Any] = {"name": "now", "parameters": {}}
     assert accepts(compiler, schema, [now])
     assert not accepts(compiler, schema, [now, now])
+
+
+def test_a_required_answer_that_is_cut_off_before_its_call_is_content() -> None:
+    plan = plan_chat(
+        ChatFormats.resolve(""), USER, tools=[tool("now"), tool("ask")], tool_choice="required"
+    )
+    whole = '[{"name": "now", "parameters": {"a": 1}}, {"name": "ask", "parameters": {}}]'
+    num_before = whole.index('{"a"')
+    for length in range(1, len(whole) + 1):
+        output = plan.after_render("")
+        answer = output.new_parser().parse(whole[:length])
+        parser = output.new_parser()
+        streamed = gather(
+            [p for char in whole[:length] for p in parser.feed(char)] + parser.finish()
+        )
+        assert streamed.content == answer.content
+        assert answer.content == (whole[:length] if length <= num_before else None)
+        assert bool(answer.tool_calls) == (length > num_before)
 
 
 def test_references_of_a_tools_schema_still_lead_where_they_did(

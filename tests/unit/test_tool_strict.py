@@ -54,6 +54,14 @@ def opening_of(form: str) -> bytes:
     return OPENINGS[aliases.get(form, form)]
 
 
+def test_a_parameter_of_its_own_cannot_lead_to_all_of_them() -> None:
+    """Where each parameter is a document of its own, the root is no longer the root."""
+    tree = {"type": "object", "properties": {"at": {"$ref": "#"}}}
+    with pytest.raises(ToolsError, match=r"cannot refer to all of them \('#'\)"):
+        plan_of("qwen3_coder", function("look", tree, strict=True))
+    assert plan_of("hermes", function("look", tree, strict=True)).constraint is not None
+
+
 @pytest.mark.parametrize("form", HELD)
 def test_calls_fit_whatever_is_written(form: str) -> None:
     plan = plan_of(form, function("look", SCHEMA, strict=True), function("now"))

@@ -5,15 +5,20 @@ and the constraint from there on.
 """
 
 import json
-from typing import Any
+from typing import Any, Final
 
 from engine.errors import SamplingParamsError
 from engine.server.reasoning.tags import ReasoningSyntax
 from engine.server.tools.choice import Choice, Mode, required_schema
 from engine.server.tools.definitions import ToolsError
 from engine.server.tools.strict_forms import StrictForm
+from engine.types.expression_parser import parse
 from engine.types.grammar_messages import MAX_WHITESPACE
+from engine.types.regular_expression import written
+from engine.types.schema_values import Budget
 from engine.types.structured_outputs import StructuredOutputsParams
+
+_SPACE: Final = written(parse(r"[ \n]{0,4}"))
 
 
 def constraint_of(choice: Choice, *, max_calls: int | None) -> StructuredOutputsParams | None:
@@ -26,11 +31,12 @@ def constraint_of(choice: Choice, *, max_calls: int | None) -> StructuredOutputs
     """
     if choice.mode not in (Mode.NAMED, Mode.REQUIRED):
         return None
-    tools = [tool.held() for tool in choice.tools]
+    budget = Budget()
+    tools = [tool.enforceable(budget) for tool in choice.tools]
     is_named = choice.mode is Mode.NAMED
     schema = tools[0].schema if is_named else required_schema(tools, max_calls)
     # Calls are for programs: white space would only be tokens to wait for.
-    return _made({"json": schema, "disable_any_whitespace": True})
+    return _made("json", schema, disable_any_whitespace=True)
 
 
 def strict_calls(
@@ -44,9 +50,10 @@ def strict_calls(
     Raises:
         ToolsError: a schema cannot be held, or they are too long together.
     """
-    tools = [tool.held() if tool.strict else tool for tool in choice.tools]
+    budget = Budget()
+    tools = [tool.enforceable(budget) if tool.strict else tool for tool in choice.tools]
     inner = form.make(tools, max_calls == 1)
-    return _made({"structural_tag": {"type": "structural_tag", "format": inner}})
+    return _made("structural_tag", {"type": "structural_tag", "format": inner})
 
 
 def behind_reasoning(
@@ -70,10 +77,12 @@ def behind_reasoning(
         for end in syntax.ends
     ]
     thought = thoughts[0] if len(thoughts) == 1 else {"type": "or", "elements": thoughts}
-    space = {"type": "regex", "pattern": r"[ \n]{0,4}"}
+    space = {"type": "regex", "pattern": _SPACE}
     reasoned: dict[str, Any] = {"type": "sequence", "elements": [thought, space, inner]}
     whole = reasoned if is_open else {"type": "or", "elements": [reasoned, inner]}
-    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": whole})
+    return StructuredOutputsParams.of_enforceable(
+        "structural_tag", {"type": "structural_tag", "format": whole}
+    )
 
 
 def _format_of(constraint: StructuredOutputsParams) -> dict[str, Any]:
@@ -99,9 +108,9 @@ def _json_format(schema: dict[str, Any], max_whitespace: int = MAX_WHITESPACE) -
     }
 
 
-def _made(form: dict[str, Any]) -> StructuredOutputsParams:
-    """The constraint; that it cannot be one is the tools' fault."""
+def _made(kind: str, form: dict[str, Any], **options: bool) -> StructuredOutputsParams:
+    """The constraint; that it is too long is the tools' fault."""
     try:
-        return StructuredOutputsParams(**form)
+        return StructuredOutputsParams.of_enforceable(kind, form, **options)
     except SamplingParamsError as error:
         raise ToolsError(f"the output cannot be held to it: {error}", param="tools") from error

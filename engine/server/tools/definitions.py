@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import RequestError
-from engine.types.json_schema import held_schema
+from engine.types.json_schema import enforceable_schema
 from engine.types.sampling_checks import short
-from engine.types.schema_values import SchemaError
+from engine.types.schema_values import Budget, SchemaError
 
 MAX_TOOLS = 128
 """Most tools of one request."""
@@ -34,8 +34,7 @@ class ToolsError(RequestError):
     """
 
     def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(f"{param}: {message}")
-        self.param = param
+        super().__init__(f"{param}: {message}", param=param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,17 @@ class Tool:
     place: str = "tools"
     """Where the request has its schema, such as `tools[0].function.parameters`."""
 
-    def held(self) -> "Tool":
+    def enforceable(self, budget: Budget) -> "Tool":
         """The tool with the schema that a grammar can hold its arguments to.
+
+        Args:
+            budget: what all tools' schemas together may take to check.
 
         Raises:
             ToolsError: a part of the schema cannot be held; names its place.
         """
         try:
-            schema = held_schema(self.schema)
+            schema = enforceable_schema(self.schema, budget)
         except SchemaError as error:
             raise ToolsError(
                 f"{error.message}; or let calls be free (tool_choice auto, without strict)",

@@ -291,7 +291,7 @@ def _check_together(
     if choice.mode in (Mode.REQUIRED, Mode.NAMED) and form is not None:
         raise ToolsError(
             "a call that is required and another form of the answer exclude each other; leave out "
-            "response_format (structured_outputs), or set tool_choice to auto or none",
+            "structured_outputs, or set tool_choice to auto or none",
             param="tool_choice",
         )
     if choice.mode is Mode.AUTO and not (enable_auto_tool_choice and formats.calls):

@@ -16,6 +16,7 @@ from engine.types.regular_expression import others, restricted, written
 
 Form = dict[str, Any]
 _ANY_OBJECT: Form = {"type": "object"}
+_TEXT_START = written(parse(r"[^\s{\[<]"))
 _NO_ANGLE = others(((ord("<"), ord("<")),))
 
 
@@ -69,7 +70,7 @@ def bare(key: str, separator: str, excludes: tuple[str, ...] = ()) -> StrictForm
     def make(tools: Sequence[Tool], is_single: bool) -> Form:
         calls = [_call(tool, f'{{"name": "NAME", "{key}": ', "}") for tool in tools]
         text = [
-            {"type": "regex", "pattern": r"[^\s{\[<]"},
+            {"type": "regex", "pattern": _TEXT_START},
             {"type": "any_text", "excludes": list(excludes)},
         ]
         sequence = {"type": "sequence", "elements": text}
@@ -171,11 +172,25 @@ def _xml_value(schema: Form, root: Form, place: str) -> Form:
     if schema.get("type") == "string" and values is None:
         return _xml_text(schema, place)
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    alone = schema | definitions
+    if _leads_to_whole(alone):
+        raise ToolsError(
+            "in this model's form of calls a parameter cannot refer to all of them ('#'); put what "
+            "it refers to in '$defs'",
+            param=place,
+        )
     return {
         "type": "json_schema",
-        "json_schema": definitions | schema,
+        "json_schema": alone,
         "max_whitespace_cnt": 1,
     }
+
+
+def _leads_to_whole(schema: Any) -> bool:
+    """Whether there may be a reference to the root."""
+    if isinstance(schema, dict):
+        return schema.get("$ref") == "#" or any(map(_leads_to_whole, schema.values()))
+    return isinstance(schema, list) and any(map(_leads_to_whole, schema))
 
 
 def _xml_text(schema: Form, place: str) -> Form:

@@ -1,7 +1,6 @@
 """Answers that are nothing but calls: what a required or a named `tool_choice` gives.
 
-Knows that the output was held to its form, so that none of it is content, not even where it was cut
-off before a call had a name.
+Knows that the output was held to its form, so that it has no content beside calls.
 """
 
 from typing import Any
@@ -42,4 +41,6 @@ class RequiredCallParser(JsonCallParser):
         super().__init__(JsonSyntax(is_bare=True), **options)
 
     def _write(self, text: str) -> None:
-        """Nothing is content."""
+        """Content is what was cut off before there was a call; beside calls nothing is."""
+        if not self._num_seen:
+            super()._write(text)
