@@ -298,6 +298,9 @@ def check_setting(name: str, value: Any, annotation: Any, rules: Mapping[str, An
     if (isinstance(value, bool) and bool not in allowed) or not isinstance(value, allowed):
         expected = " or ".join(kind.__name__ for kind in allowed)
         raise ConfigError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
+    texts = value if isinstance(value, tuple) and "tuple[str" in str(annotation) else ()
+    if not all(isinstance(one, str) for one in texts):
+        raise ConfigError(f"{name} must be text, got {list(texts)!r}; quote it.")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} must be a finite number, got {value!r}")
     choices, low, high = rules["choices"], rules["minimum"], rules["maximum"]

@@ -25,7 +25,22 @@ class IsinglassError(Exception):
     """Root of every error that the engine raises on purpose."""
 
 
-class ConfigError(IsinglassError, ValueError):
+class _InputError(ValueError):
+    """What the caller has given is wrong.
+
+    Attributes:
+        param: the field of a request that it is about, maybe with the place in it, such as `top_p`
+            or `messages[0].role`; None where it is not about one.
+        code: a word for programs; None for most.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ConfigError(IsinglassError, _InputError):
     """An engine argument is out of range, unknown, or contradicts another."""
 
 
@@ -49,7 +64,7 @@ class TokenizerError(ModelError):
     """The tokenizer is missing or unreadable, or is asked for where there is none."""
 
 
-class RequestError(IsinglassError, ValueError):
+class RequestError(IsinglassError, _InputError):
     """A request is malformed; nothing of it has reached the engine core."""
 
 

@@ -68,6 +68,8 @@ class AsyncEngine(AsyncViews):
     async def start(self) -> None:
         """Bring the engine up, once; later calls wait for the first.
 
+        A call that is cancelled leaves the start to go on, until `kill` ends it.
+
         Raises:
             ModelError, ConfigError, EngineStartError: why it does not come up.
             EngineDeadError: it has died since, or has been shut down.
@@ -127,7 +129,12 @@ class AsyncEngine(AsyncViews):
             self._unready_client.kill()
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except asyncio.CancelledError:  # nobody will leave the block
+            self.kill()
+            await self.shutdown()
+            raise
         return self
 
     async def __aexit__(
@@ -165,7 +172,11 @@ class AsyncEngine(AsyncViews):
         )
         # Off the loop, which meanwhile serves whoever asks how far the start is.
         start = functools.partial(self._host.start, functools.partial(self._make_client, make))
-        self.llm_engine = await asyncio.to_thread(start)
+        try:
+            self.llm_engine = await asyncio.to_thread(start)
+        except asyncio.CancelledError:  # the loop ends, and only there could it have been used
+            self.kill()
+            raise
         self._begin_views(self._host)
         self._handler = OutputHandler(self.llm_engine)
 

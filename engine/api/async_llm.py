@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.api.async_engine import AsyncEngine
 from engine.api.chat import Messages, chat_prompt, template_variables
-from engine.api.text_threads import Result, is_long
+from engine.api.text_threads import LONG_TEXT, Result, is_long
 from engine.config import EngineConfig
 from engine.frontend.input_processor import ProcessedParams, ProcessedPrompt, Prompt
 from engine.frontend.output_stream import RequestStream
@@ -67,8 +67,7 @@ class AsyncLLM(AsyncEngine):
         return self._handler is not None and request_id in self._handler
 
     def fail_unfinished(self, error: Exception) -> None:
-        """End every stream: its reader gets what it has not read yet and then this error, and the
-        request is aborted."""
+        """Abort every request; its reader gets what it has not read yet and then this error."""
         if self._handler is not None:
             self._handler.fail_all(error)
 
@@ -211,13 +210,19 @@ class AsyncLLM(AsyncEngine):
         with engine.obs.process_inputs:
             return [process(prompt, params) for prompt in prompts]
 
-    async def with_texts(self, function: Callable[[], Result], *texts: Prompt) -> Result:
+    async def with_texts(
+        self, function: Callable[[], Result], *texts: Prompt, num_characters: int = 0
+    ) -> Result:
         """Call what reads texts, or token ids; off the event loop where they are long in sum.
+
+        Args:
+            num_characters: what else is read.
 
         Raises:
             EngineDeadError: the engine has died, or has been shut down.
         """
-        return await self._off_loop(function) if is_long(*texts) else function()
+        is_quick = num_characters <= LONG_TEXT and not is_long(*texts)
+        return function() if is_quick else await self._off_loop(function)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.

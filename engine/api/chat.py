@@ -50,12 +50,14 @@ def template_variables(variables: Any) -> dict[str, Any]:
         return {}
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise PromptError(
-            f"chat_template_kwargs must be a dictionary with string keys, got {short(variables)}"
+            f"chat_template_kwargs must be a dictionary with string keys, got {short(variables)}",
+            param="chat_template_kwargs",
         )
     if taken := sorted(_TEMPLATE_ARGUMENTS & set(variables)):
         raise PromptError(
             f"chat_template_kwargs must not hold {', '.join(taken)}: give the argument of chat() "
-            "of that name, if there is one."
+            "of that name, if there is one.",
+            param="chat_template_kwargs",
         )
     return dict(variables)
 

@@ -124,7 +124,8 @@ def _add_flag(
     flag = "--" + name.replace("_", "-")
     text = help.replace("%", "%%")
     if default not in (None, (), False, ""):
-        text += f" (default: {default})"
+        shown = " ".join(default) if isinstance(default, tuple) else default
+        text += f" (default: {shown})"
     common: dict[str, Any] = {"dest": name, "default": None, "help": text}
     if "bool" in annotation:
         section.add_argument(flag, action=argparse.BooleanOptionalAction, **common)

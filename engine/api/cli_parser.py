@@ -5,7 +5,7 @@ Knows command lines in general, and what vLLM's users are used to; no command.
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 _ONE_DEVICE = "this engine runs on one device"
@@ -29,7 +29,13 @@ VLLM_HINTS = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser, and that of every command below it, whose errors do not print all its usage."""
+    """A parser, and that of every command below it, whose errors do not print all its usage.
+
+    An option is taken by its whole name only: a slip must not become another one.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -42,7 +48,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and end with exit code 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n  `{self.prog} --help` shows what there is\n")
+        self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _did_you_mean(str(value), map(str, action.choices or ()))
+            raise
 
     def _unknown(self, extra: Sequence[str]) -> str:
         flags = [one.partition("=")[0] for one in extra if one.startswith("-")]
@@ -51,6 +64,9 @@ class CommandParser(argparse.ArgumentParser):
         name = flags[0]
         if name in VLLM_HINTS and name not in self._option_string_actions:
             return f"unknown option {name}: {VLLM_HINTS[name]}"
-        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"unknown option {name}{hint}"
+        return f"unknown option {name}{_did_you_mean(name, self._option_string_actions)}"
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -66,12 +66,16 @@ class EngineHost:
         else:
             self.run_dir = None if wanted.trace_dir is None else make_run_dir(wanted.trace_dir)
         self._obs = setup(wanted, role=Role.CALLER, run_dir=self.run_dir)
-        self.observer = make_observer(
-            wanted,
-            self._obs,
-            model_name=labelled_name or config.model.model,
-            counts_steps=attachment is None or attachment.counts_steps,
-        )
+        try:
+            self.observer = make_observer(
+                wanted,
+                self._obs,
+                model_name=labelled_name or config.model.model,
+                counts_steps=attachment is None or attachment.counts_steps,
+            )
+        except BaseException:
+            self._obs.close()
+            raise
         if self.observer is not None and metric_sources is not None:
             self.observer.metrics.sources = metric_sources
 

@@ -54,9 +54,10 @@ class OutputHandler:
         return stream
 
     def fail_all(self, error: Exception) -> None:
-        """End every stream: its reader gets what it has not read yet and then this error."""
-        for slot in list(self._slots.values()):
+        """End every request; its reader gets what it has not read yet and then this error."""
+        for slot in self._slots.values():
             slot.fail(error)
+        self._discard(list(self._slots))
 
     async def wait(self) -> EngineDeadError:
         """Wait until no outputs come any more; returns why."""
@@ -114,9 +115,14 @@ class OutputHandler:
     def _release(self, request_id: str) -> None:
         """The end of a stream has been read, or its reader has left."""
         self._slots.pop(request_id)
-        if request_id in self._engine.output_processor:
-            try:
-                self._engine.discard_request([request_id])
-            except EngineDeadError:
-                # The task learns of it too, and buries all requests, this one included.
-                logger.debug("request %s was left after the engine's death", request_id)
+        self._discard([request_id])
+
+    def _discard(self, request_ids: list[str]) -> None:
+        """End requests in the core, those that have not finished."""
+        running = [one for one in request_ids if one in self._engine.output_processor]
+        try:
+            if running:
+                self._engine.discard_request(running)
+        except EngineDeadError:
+            # The task learns of it too, and buries all requests, these included.
+            logger.debug("requests %s were left after the engine's death", running)

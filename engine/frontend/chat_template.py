@@ -71,14 +71,14 @@ def render_chat(
     if continue_final_message:
         if add_generation_prompt:
             raise PromptError(
-                "continue_final_message and add_generation_prompt exclude each other: set "
-                "add_generation_prompt=False to go on with the last message"
+                "continue_final_message and add_generation_prompt exclude each other: turn "
+                "add_generation_prompt off to go on with the last message"
             )
         # Its last character is white space, so that a template that trims messages is found out.
         marker = f"<{secrets.token_hex(16)}> "
         final_text = _mark_final_text(chat[-1], marker)
     values = {
-        **_plain(dict(variables or {}), "the template's variables"),
+        **_plain(dict(variables or {}), "chat_template_kwargs"),
         "messages": chat,
         "tools": _check_tools(tools),
         "add_generation_prompt": add_generation_prompt,
@@ -100,38 +100,35 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         PromptError: says which message is wrong and how.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise PromptError(f"messages must be a list of dictionaries, got {type(messages).__name__}")
+        raise _error("messages", f" must be a list of dictionaries, got {type(messages).__name__}")
     if not messages:
-        raise PromptError("messages is empty; give at least one")
+        raise _error("messages", " is empty; give at least one")
     return [_check_message(message, index) for index, message in enumerate(messages)]
 
 
 def _check_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise PromptError(
-            f'{where} must be a dictionary with "role" and "content", got {type(message).__name__}'
+        raise _error(
+            where, f' must be a dictionary with "role" and "content", got {type(message).__name__}'
         )
     given = {key: value for key, value in message.items() if value is not None}
     checked: dict[str, Any] = _plain(given, where)
     role = checked.get("role")
     if not isinstance(role, str) or not role:
-        raise PromptError(f'{where}["role"] must be a string such as "user", got {role!r}')
+        raise _error(f"{where}.role", f' must be a string such as "user", got {role!r}')
     content = checked.get("content")
     if content is None:
         if not checked.get("tool_calls"):
-            raise PromptError(
-                f'{where} has no "content"; only a message with "tool_calls" may have none'
-            )
+            raise _error(where, ' has no "content"; only a message with "tool_calls" may have none')
     elif isinstance(content, list):
         checked["content"] = [
-            _check_part(part, f'{where}["content"][{number}]')
-            for number, part in enumerate(content)
+            _check_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)
         ]
     elif not isinstance(content, str):
-        raise PromptError(
-            f'{where}["content"] must be a string or a list of text parts, '
-            f"got {type(content).__name__}"
+        raise _error(
+            f"{where}.content",
+            f" must be a string or a list of text parts, got {type(content).__name__}",
         )
     if "tool_calls" in checked:
         _parse_arguments(checked["tool_calls"], where)
@@ -146,33 +143,34 @@ def _check_part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": part}
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
-        raise PromptError(
-            f'{where} must be {{"type": "text", "text": ...}}, got a part of type {kind}; '
-            "the engine reads text only"
+        raise _error(
+            where,
+            f' must be {{"type": "text", "text": ...}}, got a part of type {kind}; the engine '
+            "reads text only",
         )
     if not isinstance(part.get("text"), str):
-        raise PromptError(f'{where}["text"] must be a string, got {part.get("text")!r}')
+        raise _error(f"{where}.text", f" must be a string, got {part.get('text')!r}")
     return part
 
 
 def _parse_arguments(tool_calls: Any, where: str) -> None:
     """Turn arguments that came as JSON text, as the OpenAI API has them, into data."""
     if not isinstance(tool_calls, list):
-        raise PromptError(f'{where}["tool_calls"] must be a list, got {tool_calls!r}')
+        raise _error(f"{where}.tool_calls", f" must be a list, got {tool_calls!r}")
     for number, call in enumerate(tool_calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise PromptError(
-                f'{where}["tool_calls"][{number}] must be a dictionary with "function", '
-                f"got {call!r}"
+            raise _error(
+                f"{where}.tool_calls[{number}]",
+                f' must be a dictionary with "function", got {call!r}',
             )
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
                 function["arguments"] = json.loads(arguments or "{}")
             except (ValueError, RecursionError) as error:
-                raise PromptError(
-                    f'{where}["tool_calls"][{number}]: the arguments are not JSON: {error}'
+                raise _error(
+                    f"{where}.tool_calls[{number}]", f": the arguments are not JSON: {error}"
                 ) from error
 
 
@@ -180,13 +178,14 @@ def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, An
     if tools is None:
         return None
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        raise PromptError(
-            f"tools must be a list of JSON schemas (dictionaries), got {type(tools).__name__}"
+        raise _error(
+            "tools", f" must be a list of JSON schemas (dictionaries), got {type(tools).__name__}"
         )
     for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise PromptError(
-                f"tools[{index}] must be a JSON schema (a dictionary), got {type(tool).__name__}"
+            raise _error(
+                f"tools[{index}]",
+                f" must be a JSON schema (a dictionary), got {type(tool).__name__}",
             )
     plain: list[dict[str, Any]] = _plain(list(tools), "tools")
     return plain
@@ -195,7 +194,7 @@ def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, An
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """A copy made of JSON's types only: objects have methods that no template should reach."""
     if depth > MAX_DEPTH:
-        raise PromptError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+        raise _error(where, f" is nested deeper than {MAX_DEPTH} levels")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -208,7 +207,12 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     for base in (str, int, float):
         if isinstance(value, base):  # a subclass, such as an enumeration's member
             return base.__str__(value) if base is str else base(value)
-    raise PromptError(f"{where} holds a {type(value).__name__}; only JSON's types are allowed")
+    raise _error(where, f" holds a {type(value).__name__}; only JSON's types are allowed")
+
+
+def _error(place: str, said: str) -> PromptError:
+    """The error that begins with the place that it is about."""
+    return PromptError(f"{place}{said}", param=place)
 
 
 def _mark_final_text(message: dict[str, Any], marker: str) -> str:
@@ -312,7 +316,8 @@ def _compile(chat_template: str) -> _Compiled:
         template = environment.from_string(chat_template)
     except jinja2.TemplateSyntaxError as error:
         raise PromptError(
-            f"the chat template is not valid Jinja: {error} (line {error.lineno})"
+            f"the chat template is not valid Jinja: {error} (line {error.lineno})",
+            param="chat_template",
         ) from error
     loops = tree.find_all(jinja2.nodes.For)
     return _Compiled(template, any(_names_content(loop.iter) for loop in loops))

@@ -16,6 +16,7 @@ from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import OutputProcessor
 from engine.transport.client import EngineCoreClient
 from instrumentation import (
+    NULL,
     Instrument,
     ObservabilityConfig,
     ProfileStatus,
@@ -120,9 +121,15 @@ class EngineControls:
         """Begin journals of this process and of the core in a folder.
 
         Raises:
-            IsinglassError: one is being written already, or the folder cannot be written to.
+            IsinglassError: one is being written already, the folder cannot be written to, or
+                everything is off.
             EngineDeadError: the core has died.
         """
+        if self._obs is NULL:
+            raise IsinglassError(
+                "nothing can be recorded: everything is off (disable_log_stats with "
+                "flight_recorder_steps=0)"
+            )
         try:
             if self._call("start_recording", run_dir):
                 if self._obs.start_recording(run_dir):
@@ -132,8 +139,7 @@ class EngineControls:
             self._call("stop_recording")
             raise IsinglassError(f"cannot write a recording to {run_dir!r}: {error}") from error
         raise IsinglassError(
-            "nothing can be recorded: a recording is being written already (end it with "
-            "stop_trace), or everything is off (disable_log_stats with flight_recorder_steps=0)"
+            "a recording is being written already; end it with stop_trace before another begins"
         )
 
     def stop_recording(self) -> bool:

@@ -100,12 +100,14 @@ class InputProcessor:
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise SamplingParamsError(
                 "stop strings and bad_words need a tokenizer, and the engine has none "
-                "(skip_tokenizer_init=True); use stop_token_ids."
+                "(skip_tokenizer_init=True); use stop_token_ids.",
+                param="stop" if params.stop_strings else "bad_words",
             )
         if self.tokenizer is None and params.structured_outputs is not None:
             raise SamplingParamsError(
                 "structured_outputs needs to know the text of each token, and the engine has no "
-                "tokenizer (skip_tokenizer_init=True); use allowed_token_ids, or load a tokenizer."
+                "tokenizer (skip_tokenizer_init=True); use allowed_token_ids, or load a tokenizer.",
+                param="structured_outputs",
             )
         own = params.clone().update_from_model(self._model.eos_token_ids)
         if self.tokenizer is not None:
@@ -125,7 +127,9 @@ class InputProcessor:
         """
         integral = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
         if not integral or not -(2**63) <= priority < 2**63:
-            raise PromptError(f"priority must be an integer of 64 bits, got {short(priority)}")
+            raise PromptError(
+                f"priority must be an integer of 64 bits, got {short(priority)}", param="priority"
+            )
         return int(priority)
 
     @staticmethod
@@ -138,20 +142,23 @@ class InputProcessor:
         if not isinstance(request_id, str) or not request_id or not encodable(request_id):
             raise RequestError(
                 "request_id must be a string that is neither empty nor has lone surrogates, got "
-                f"{short(request_id)}"
+                f"{short(request_id)}",
+                param="request_id",
             )
         integral = isinstance(arrival_ns, int) and not isinstance(arrival_ns, bool)
         if not integral or not 0 <= arrival_ns < 2**63:
             raise RequestError(
                 "arrival_ns must be an integer from time.monotonic_ns(), or None for now; got "
-                f"{short(arrival_ns)}"
+                f"{short(arrival_ns)}",
+                param="arrival_ns",
             )
         if traceparent is not None and not (
             isinstance(traceparent, str) and encodable(traceparent)
         ):
             raise RequestError(
                 "traceparent must be the text of a W3C traceparent header, or None; got "
-                f"{short(traceparent)}"
+                f"{short(traceparent)}",
+                param="traceparent",
             )
 
     def make_request(
@@ -215,13 +222,20 @@ class InputProcessor:
             salt = prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise PromptError(
-                    f"cache_salt must be a string that is not empty, got {short(salt)}"
+                    f"cache_salt must be a string that is not empty, got {short(salt)}",
+                    param="cache_salt",
                 )
             if salt is not None and not encodable(salt):
-                raise PromptError(f"cache_salt must have no lone surrogates, got {short(salt)}")
+                raise PromptError(
+                    f"cache_salt must have no lone surrogates, got {short(salt)}",
+                    param="cache_salt",
+                )
             adds = prompt.get("add_special_tokens", True)
             if not isinstance(adds, bool):
-                raise PromptError(f"add_special_tokens must be True or False, got {short(adds)}")
+                raise PromptError(
+                    f"add_special_tokens must be True or False, got {short(adds)}",
+                    param="add_special_tokens",
+                )
             text = prompt.get("prompt")
             ids = prompt.get("prompt_token_ids")
             if text is not None and not isinstance(text, str):
@@ -266,7 +280,9 @@ class InputProcessor:
             remedy = f"Keep at most {self.max_model_len - 1} of them."
         return PromptError(
             f"{begins}: the context of {self.max_model_len} tokens (max_model_len) must also hold "
-            f"at least one output token. {remedy}"
+            f"at least one output token. {remedy}",
+            param=None if most is None else "truncate_prompt_tokens",
+            code="context_length_exceeded",
         )
 
 

@@ -322,6 +322,9 @@ def _timeline(
 ) -> RequestTimeline:
     """The request's life so far, from the core's stamps and our own."""
     request, times, parent = state.request, state.times, state.parent
+    now_ns = time.monotonic_ns()
+    is_constrained = request.sampling_params.structured_outputs is not None
+    may_await_grammar = is_constrained and not times.queued_ns
     return RequestTimeline(
         request_id=state.external_id if parent is None else f"{state.external_id}/{state.index}",
         request_num=request.request_num,
@@ -332,7 +335,7 @@ def _timeline(
         first_scheduled_ns=times.first_scheduled_ns,
         first_token_ns=times.first_token_ns,
         last_token_ns=state.last_token_ns,
-        delivered_ns=time.monotonic_ns(),
+        delivered_ns=now_ns,
         preemptions=times.preemptions,
         num_prompt_tokens=len(request.prompt_token_ids),
         num_cached_tokens=state.num_cached_tokens,
@@ -341,4 +344,5 @@ def _timeline(
         stop_reason=stop_reason,
         error=error,
         traceparent=request.traceparent,
+        grammar_ready_ns=now_ns if may_await_grammar else times.grammar_ready_ns,
     )

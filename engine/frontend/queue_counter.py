@@ -14,6 +14,7 @@ _NUM_DEPARTURES = 128
 """Departures that the rate is taken from."""
 _FORGET_NS = 30 * 10**9
 """Departures that are older say nothing of now: by the time in which something waited."""
+_COUNT_BITS = 24
 _NO_ROOM = frozenset({AdmissionStop.KV_BLOCKS, AdmissionStop.AFTER_PREEMPTION})
 """Where admission stopped for these, places that are not taken are not free."""
 
@@ -27,7 +28,8 @@ class QueueCounter:
         num_requests: sequences that wait; a request with n samples is n of them.
         num_tokens: tokens of their prompts.
         num_running: sequences that run in the engine, whoever sent them, as of its last step.
-        shown: gets the two numbers of what waits whenever they change, for others to read.
+        shown: gets what waits, and what the engine's last step left, for other frontends to read;
+            six numbers, of which the first two and the last two are ours.
     """
 
     def __init__(self, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -37,6 +39,7 @@ class QueueCounter:
         self.shown: MutableSequence[int] | None = None
         self._has_blocks = True
         self._num_budget_left: int | None = None
+        self._last_step = self._order = 0
         self._clock = clock
         self._waiting: dict[int, int] = {}
         self._waited_ns, self._waiting_since_ns = 0, 0
@@ -71,15 +74,22 @@ class QueueCounter:
 
     def observe_step(self, step: StepRecord) -> None:
         """A step of the engine: what it admitted waits no more, and what it left is free."""
-        if step.admissions:
+        self._last_step = step.step
+        has_blocks = step.admission_stop not in _NO_ROOM
+        self._see(2 * step.step, step.num_running_at_end, has_blocks, step.token_budget_left)
+        if step.admissions:  # behind what the step left: nowhere does both count as gone
             self.remove(admission.request_num for admission in step.admissions)
-        self.num_running = step.num_running_at_end
-        self._has_blocks = step.admission_stop not in _NO_ROOM
-        self._num_budget_left = step.token_budget_left
 
     def observe_idle(self) -> None:
         """Nothing is left to do, which no step has told of."""
-        self.num_running, self._has_blocks = 0, True
+        self._see(2 * self._last_step + 1, 0, True, self._num_budget_left)
+
+    def learn(self, seen: int, num_budget_left: int) -> None:
+        """What a frontend shows that has seen more of the engine; ignored if it has not."""
+        order = seen >> (_COUNT_BITS + 1)
+        if order > self._order:
+            num_running = seen >> 1 & ((1 << _COUNT_BITS) - 1)
+            self._see(order, num_running, bool(seen & 1), num_budget_left)
 
     def num_free_places(self, max_num_seqs: int) -> int:
         """Sequences that the engine can take in besides those that run; 0 while it is short of
@@ -115,6 +125,19 @@ class QueueCounter:
     @property
     def _can_admit(self) -> bool:
         return self._has_blocks or not self.num_running
+
+    def _see(
+        self, order: int, num_running: int, has_blocks: bool, num_budget_left: int | None
+    ) -> None:
+        """So it stands behind a step, which is ignored if a later one is known."""
+        if order < self._order:
+            return
+        self._order = order
+        self.num_running, self._has_blocks = num_running, has_blocks
+        self._num_budget_left = num_budget_left
+        if self.shown is not None:  # the budget first, since the order is that of both
+            self.shown[5] = num_budget_left or 0
+            self.shown[4] = (order << _COUNT_BITS | num_running) << 1 | has_blocks
 
     def _show(self) -> None:
         if self.shown is not None:

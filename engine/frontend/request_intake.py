@@ -198,7 +198,7 @@ class RequestIntake:
             ConfigError: the engine serves requests in the order in which they come.
         """
         if self._config.scheduler.scheduling_policy != "priority":
-            raise ConfigError('priority needs LLM(scheduling_policy="priority")')
+            raise ConfigError('priority needs LLM(scheduling_policy="priority")', param="priority")
 
     def bury(self, error: EngineDeadError) -> None:
         """The core has died: every request is lost, and counted as such."""
@@ -220,4 +220,7 @@ class RequestIntake:
 
 def id_in_use(request_id: str) -> PromptError:
     """The error of a request whose id another one has that has not finished."""
-    return PromptError(f"request id {request_id!r} belongs to an unfinished request; use another.")
+    return PromptError(
+        f"request id {request_id!r} belongs to an unfinished request; use another.",
+        param="request_id",
+    )

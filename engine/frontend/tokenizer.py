@@ -243,7 +243,8 @@ class Tokenizer:
             if wanted not in self.chat_templates and "{" not in wanted:
                 raise PromptError(
                     f"chat_template is neither Jinja nor the name of one of {self.source} "
-                    f"({', '.join(sorted(self.chat_templates)) or 'it has none'}): {wanted[:80]!r}"
+                    f"({', '.join(sorted(self.chat_templates)) or 'it has none'}): {wanted[:80]!r}",
+                    param="chat_template",
                 )
             return self.chat_templates.get(wanted, wanted)
         template = self.chat_templates.get("tool_use") if has_tools else None

@@ -6,6 +6,7 @@ thread. Outputs are read when the socket's descriptor says so. Knows asyncio; kn
 
 import asyncio
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Coroutine
 from typing import Any
@@ -16,9 +17,6 @@ import zmq
 from engine.errors import EngineDeadError, EventLoopError
 from engine.transport.mp_client import MPClient, unwrap
 from engine.types.messages import EngineCoreFailure, EngineCoreOutputs, MessageType
-
-_EXIT_WAIT_S = 2.0
-"""How long a core that has said why it fails gets to end, so that its exit code is known."""
 
 
 class AsyncMPClient(MPClient):
@@ -147,8 +145,15 @@ class AsyncMPClient(MPClient):
         assert self._loop is not None
         self._take_messages()  # what it said before its end
         self._loop.remove_reader(self._core.death_read)
-        self._core.wait(timeout_s=_EXIT_WAIT_S)
-        self._end(self._core.death())
+        # Its last lines may take a second to come in, its last steps have to be written to a file.
+        threading.Thread(
+            target=self._learn_death, args=(self._loop,), name="EngineCoreDeath", daemon=True
+        ).start()
+
+    def _learn_death(self, loop: asyncio.AbstractEventLoop) -> None:
+        death = self._core.death()
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(self._end, death)
 
     def _end(self, death: EngineDeadError) -> None:
         self._death = self._death or death

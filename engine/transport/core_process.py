@@ -66,6 +66,7 @@ class CoreProcess:
         self.has_answered = False
         """Whether the core has come up, or has said why not; before, it cannot stop by itself."""
         self._flight_record: str | None = None
+        self._flight_lock = threading.Lock()
         self._owner_pid = os.getpid()
         self._lock = threading.RLock()
         self._closed = False
@@ -162,10 +163,11 @@ class CoreProcess:
 
     def _written_flight_record(self, how: str) -> str:
         """Where the last steps are: in the core's own file, else in one from our copy of them."""
-        if self._flight_record is None:
-            by_core = self.failure.flight_record if self.failure is not None else ""
-            ours = None if by_core else self.obs.dump_flight(FlightReason.ENGINE_DEAD, how)
-            self._flight_record = by_core or ours or ""
+        with self._flight_lock:
+            if self._flight_record is None:
+                by_core = self.failure.flight_record if self.failure is not None else ""
+                ours = None if by_core else self.obs.dump_flight(FlightReason.ENGINE_DEAD, how)
+                self._flight_record = by_core or ours or ""
         if not self._flight_record:
             return ""
         return f" Its last steps: isinglass flight show {self._flight_record}"

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ import pytest
 import engine.api.engine_host
 from engine import LLM, AsyncLLM, ConfigError, EngineDeadError, EngineStartError
 from engine.api.engine_host import EngineHost
+from engine.api.output_handler import OutputHandler
 from engine.config import EngineConfig
+from engine.transport.async_mp_client import AsyncMPClient
+from engine.transport.client import EngineCoreClient
+from engine.types.sampling import RequestOutputKind
+from tests.unit.async_core import PlayedCore
 
 QUIET = {"flight_recorder_steps": 0}
 
@@ -43,6 +49,32 @@ class FakeLLMEngine:
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
+
+
+class BootingClient(AsyncMPClient):
+    """Of a core that comes up when the test lets it, or is killed."""
+
+    def __init__(self, start: Callable[[], Any], *, timeout_s: float) -> None:
+        self.may_go_on = threading.Event()
+        self.is_killed = False
+
+    def kill(self) -> None:
+        self.is_killed = True
+        self.may_go_on.set()
+
+
+class BootingLLMEngine(FakeLLMEngine):
+    """Comes up with its core."""
+
+    client: BootingClient
+
+    def __init__(self, config: EngineConfig, *, make_client: Any, **options: Any) -> None:
+        type(self).client = make_client()
+        self.is_starting.set()
+        assert self.client.may_go_on.wait(10)
+        if self.client.is_killed:
+            raise EngineStartError("killed")
+        super().__init__(config, **options)
 
 
 @pytest.fixture
@@ -155,6 +187,107 @@ def test_a_start_whose_loop_ends_meanwhile_leaves_no_engine_behind(
     assert len(fake.made) == 1
     asyncio.run(llm.shutdown())
     assert fake.made[0].num_shutdowns == 1
+
+
+@pytest.fixture
+def booting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BootingLLMEngine]]:
+    class Booting(BootingLLMEngine):
+        """Counts for one test only."""
+
+    Booting.made, Booting.is_starting, Booting.may_start = [], threading.Event(), threading.Event()
+    Booting.may_start.set()
+    monkeypatch.setattr(engine.api.engine_host, "LLMEngine", Booting)
+    make = staticmethod(lambda: BootingClient(object, timeout_s=1))
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", make)
+    yield Booting
+    Booting.client.may_go_on.set()
+
+
+def test_a_block_that_is_left_before_its_engine_is_up_ends_the_core(
+    booting: type[BootingLLMEngine],
+) -> None:
+    llm = AsyncLLM(**QUIET)
+
+    async def enter() -> None:
+        async with llm:
+            raise AssertionError("it came up")
+
+    async def run() -> None:
+        entering = asyncio.create_task(enter())
+        assert await asyncio.to_thread(booting.is_starting.wait, 10)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asyncio.shield(entering), 5)
+        assert booting.client.is_killed
+        with pytest.raises(EngineStartError, match="killed"):
+            await llm.start()
+
+    asyncio.run(run())
+    assert not booting.made
+
+
+def test_a_start_that_its_loop_does_not_outlive_ends_the_core(
+    booting: type[BootingLLMEngine],
+) -> None:
+    async def give_up() -> None:
+        llm = AsyncLLM(**QUIET)
+        starting = asyncio.create_task(llm.start())
+        assert await asyncio.to_thread(booting.is_starting.wait, 10)
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert not booting.client.is_killed  # it may be waited for again
+
+    asyncio.run(give_up())
+    assert booting.client.is_killed
+
+
+def test_an_observer_that_cannot_be_made_leaves_no_instrument(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+    obs = SimpleNamespace(close=lambda: closed.append("obs"))
+    monkeypatch.setattr(engine.api.engine_host, "setup", lambda *_, **__: obs)
+    monkeypatch.setattr(engine.api.engine_host, "make_observer", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        EngineHost(EngineConfig.from_kwargs())
+    assert closed == ["obs"]
+
+
+def test_requests_that_are_failed_end_in_the_core_though_nobody_reads() -> None:
+    core = PlayedCore()
+
+    async def run() -> None:
+        class Running(set[str]):
+            def unfinished_ids(self) -> list[str]:
+                return list(self)
+
+        running, ended = Running(("a", "b")), list[str]()
+
+        def discard(request_ids: list[str]) -> None:
+            ended.extend(request_ids)
+            running.difference_update(request_ids)
+
+        fake: Any = SimpleNamespace(
+            engine_core=core.client(),
+            output_processor=running,
+            discard_request=discard,
+            abort_request=lambda ids: None,
+            bury=lambda error: None,
+        )
+        handler = OutputHandler(fake)
+        streams = [handler.open(one, RequestOutputKind.DELTA) for one in ("a", "b", "done")]
+        for _ in range(2):
+            handler.fail_all(EngineDeadError("cut off"))
+            assert ended == ["a", "b"]
+        assert handler.num_open == 3
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="cut off"):
+                await anext(stream)
+        assert (handler.num_open, ended) == (0, ["a", "b"])
+        await handler.stop()
+
+    asyncio.run(run())
+    core.close()
 
 
 def test_what_is_still_held_at_the_interpreters_end_ends_in_silence() -> None:

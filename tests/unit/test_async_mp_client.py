@@ -94,6 +94,23 @@ def test_death_reaches_whoever_waits_behind_what_was_said_before(core: PlayedCor
     on_loop(run)
 
 
+def test_a_death_that_takes_long_to_explain_does_not_stop_the_loop(core: PlayedCore) -> None:
+    async def run() -> None:
+        client = core.client()
+        client.attach()
+        taking = asyncio.create_task(client.get_output_async())
+        core.may_tell_death.clear()
+        core.die("a bug")
+        await asyncio.sleep(0.05)  # in which the loop sees the death
+        assert not taking.done()
+        core.may_tell_death.set()
+        with pytest.raises(EngineDeadError, match="a bug"):
+            await taking
+        client.detach()
+
+    on_loop(run)
+
+
 def test_a_second_task_that_takes_outputs_is_told_so(core: PlayedCore) -> None:
     async def run() -> None:
         client = core.client()

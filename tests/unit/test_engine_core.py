@@ -223,12 +223,18 @@ def test_a_context_that_the_pool_cannot_hold_is_reduced(model: Path) -> None:
     assert reasons == {"r": "length"}
 
 
-def test_no_room_for_a_single_block_is_a_config_error(model: Path) -> None:
+def test_no_room_for_a_single_block_is_a_config_error_that_leaves_nothing(model: Path) -> None:
+    executors: list[FakeExecutor] = []
+
     class Full(FakeExecutor):
         num_blocks_available = 0
 
+        def load_model(self) -> None:
+            executors.append(self)
+
     with pytest.raises(ConfigError, match="no room"):
         make_core(model, executor=Full)
+    assert [one.calls[-1] for one in executors] == ["shutdown"]
 
 
 def test_a_pool_in_which_no_request_can_run_is_a_config_error(model: Path) -> None:

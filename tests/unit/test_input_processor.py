@@ -102,6 +102,10 @@ def test_truncation_keeps_the_end_and_comes_before_the_length_check() -> None:
     processor = make_processor()
     assert processor.process_prompt(list(range(20)), params).token_ids == [17, 18, 19]
     assert processor.process_prompt([1, 2], params).token_ids == [1, 2]
+    for kept, param in ((None, None), (9, "truncate_prompt_tokens")):
+        with pytest.raises(PromptError) as caught:
+            processor.process_prompt([1] * 20, SamplingParams(truncate_prompt_tokens=kept))
+        assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
 
 
 def test_without_a_tokenizer_text_is_refused() -> None:

@@ -112,6 +112,7 @@ def test_a_bad_value_is_named_with_what_is_allowed(name, value, allowed):
     with pytest.raises(SamplingParamsError, match=allowed) as caught:
         SamplingParams(**{name: value})
     assert name in str(caught.value)
+    assert caught.value.param == name
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ def test_bad_words_are_encoded_at_the_start_and_after_a_space():
     params = SamplingParams(bad_words=["cat", " ox", "long word"])
     params.update_from_tokenizer(table.__getitem__)
     assert params.bad_words_token_ids == [[5], [6], [7], [8, 9], [10, 9]]
-    with pytest.raises(SamplingParamsError, match="bad_words must hold words"):
+    with pytest.raises(SamplingParamsError, match="bad_words must be words"):
         SamplingParams(bad_words=["x"]).update_from_tokenizer(lambda text: [])
     with pytest.raises(SamplingParamsError, match="all forbidden by bad_words"):
         SamplingParams(bad_words=["cat"], allowed_token_ids=[5, 6]).update_from_tokenizer(
