@@ -157,10 +157,12 @@ class _Run:
                     break
                 body = self._body(index)
                 intended_ns = start_ns + offset_ns
-                wait_ns = intended_ns - time.perf_counter_ns()
                 # All that is due goes out in one turn; streams wait at most for so many.
-                if wait_ns > 0 or index % _MAX_SENT_PER_TURN == _MAX_SENT_PER_TURN - 1:
-                    await asyncio.sleep(max(0, wait_ns) / 1e9)
+                if index % _MAX_SENT_PER_TURN == _MAX_SENT_PER_TURN - 1:
+                    await asyncio.sleep(0)
+                # An event loop may count in milliseconds and wake us early: nothing goes out then.
+                while (wait_ns := intended_ns - time.perf_counter_ns()) > 0:
+                    await asyncio.sleep(wait_ns / 1e9)
                 group.create_task(self._send_in_turn(index, intended_ns, body))
 
     async def _send_in_turn(self, index: int, intended_ns: int, body: bytes) -> None:

@@ -22,22 +22,26 @@ _MOST_RETRY_S = 60
 
 
 class _Limit(NamedTuple):
-    """One of the two settings, and how things stand."""
+    """One of the two settings, and how things stand.
+
+    A request is refused where `waiting` and its own, less `free`, are more than `most`: what the
+    next step takes in waits for nobody.
+    """
 
     flag: str
     noun: str
     measure: str
-    """The counter's argument that it limits."""
+    """What is counted, as an argument of `QueueCounter.seconds_until_gone`."""
     most: int
-    """That may wait."""
+    """So many may wait."""
     waiting: int
-    """Those before this request, wherever they are."""
+    """So many are before this request, at all frontends."""
     own: int
-    """The part of them that is this frontend's."""
+    """So many of them are this frontend's."""
     free: int
-    """Of them and this request, so much is taken in at once."""
+    """So many the engine takes in at its next step."""
     most_free: int
-    """The same of an engine that has nothing to do."""
+    """So many an idle engine would take in at its next step."""
 
 
 class Reservation:
@@ -101,22 +105,24 @@ class Admission:
         self._board: QueueBoard | None = None
         if attachment is not None and config.limits_queue:
             self._board = QueueBoard(attachment.directory, self._num_frontends)
-            self._board.clear(self._index)
             self._row = self._board.row(self._index)
 
     @contextmanager
-    def reserve(self, num_requests: int, **arrived: Any) -> Iterator[Reservation]:
+    def reserve(
+        self, num_requests: int, *, param: str | None = None, **arrived: Any
+    ) -> Iterator[Reservation]:
         """Keep room for so many sequences while the block prepares and sends them.
 
         Args:
             num_requests: prompts, each as often as it has samples.
+            param: the field that alone makes them so many, where one does.
             **arrived: who asks, for metrics and traces: see `RequestIntake.counting_rejections`.
 
         Raises:
             QueueFullError: there is no room now.
             PromptError: there never would be.
         """
-        self.check_requests(num_requests, arrived)
+        self.check_requests(num_requests, arrived, param=param)
         room = Reservation(self, num_requests, arrived)
         self.keep(num_requests)
         try:
@@ -131,10 +137,12 @@ class Admission:
         if self._board is not None:
             self._row[2], self._row[3] = self.num_reserved, self.num_reserved_tokens
 
-    def check_requests(self, num_requests: int, arrived: Mapping[str, Any]) -> None:
+    def check_requests(
+        self, num_requests: int, arrived: Mapping[str, Any], *, param: str | None = None
+    ) -> None:
         """Refuse where so many more sequences would be too many."""
         if self._max_requests is not None:
-            queue, elsewhere = self._queue, self._elsewhere[0]
+            queue, (elsewhere, _) = self._look()
             limit = _Limit(
                 "--max-num-queued-reqs",
                 "requests",
@@ -145,12 +153,12 @@ class Admission:
                 free=queue.num_free_places(self._max_num_seqs),
                 most_free=self._max_num_seqs,
             )
-            self._check(limit, num_requests, arrived)
+            self._check(limit, num_requests, arrived, param=param)
 
     def check_tokens(self, num_tokens: int, arrived: Mapping[str, Any]) -> None:
         """Refuse where so many more prompt tokens would be too many."""
         if self._max_tokens is not None:
-            queue, elsewhere = self._queue, self._elsewhere[1]
+            queue, (_, elsewhere) = self._look()
             budget = self._engine.llm_engine.ready.max_num_batched_tokens
             has_place = queue.num_free_places(self._max_num_seqs) > 0
             limit = _Limit(
@@ -165,33 +173,38 @@ class Admission:
             )
             self._check(limit, num_tokens, arrived)
 
-    @property
-    def _queue(self) -> QueueCounter:
+    def _look(self) -> tuple[QueueCounter, tuple[int, int]]:
+        """What waits here, and sequences and tokens that wait at other frontends."""
         queue = self._engine.llm_engine.queue
-        if self._board is not None and queue.shown is None:
+        if self._board is None:
+            return queue, (0, 0)
+        if queue.shown is None:
             queue.shown = self._row
-        return queue
-
-    @property
-    def _elsewhere(self) -> tuple[int, int]:
-        """Sequences and tokens that wait at other frontends."""
-        return (0, 0) if self._board is None else self._board.others(self._index)
+        # What a step that we have not heard of yet admits may leave another's row meanwhile: look
+        # at what runs since afterwards, lest it counts nowhere.
+        elsewhere = self._board.others(self._index)
+        queue.learn(*self._board.newest())
+        return queue, elsewhere
 
     @property
     def _max_num_seqs(self) -> int:
         return self._engine.config.scheduler.max_num_seqs
 
-    def _check(self, limit: _Limit, more: int, arrived: Mapping[str, Any]) -> None:
+    def _check(
+        self, limit: _Limit, more: int, arrived: Mapping[str, Any], *, param: str | None = None
+    ) -> None:
         """Refuse `more` where with those before them more would wait than may."""
         excess = limit.waiting + more - limit.free - limit.most
         if excess <= 0:
             return
         with self._engine.llm_engine.counting_rejections(**arrived):
             if more > limit.most + limit.most_free:
+                cause = "" if param is None else f" ({param}={more})"
                 raise PromptError(
-                    f"the request alone has {more} {limit.noun}; at most {limit.most} may wait "
-                    f"({limit.flag}), and an idle engine takes {limit.most_free} in at once: "
-                    "split it."
+                    f"the request alone has {more} {limit.noun}{cause}; at most {limit.most} may "
+                    f"wait ({limit.flag}), and an idle engine takes {limit.most_free} in at once: "
+                    "split it.",
+                    param=param,
                 )
             retry_after_s = self._retry_after_s(limit, excess)
             waiting = max(0, limit.waiting - limit.free)
@@ -206,5 +219,5 @@ class Admission:
         """When so much of what waits will have left, within what a client can be told."""
         # The rate is known of what this frontend sends; the engine takes all in turn.
         share = limit.own / limit.waiting if limit.own else 1 / self._num_frontends
-        wait_s = self._queue.seconds_until_gone(**{limit.measure: excess * share})
+        wait_s = self._engine.llm_engine.queue.seconds_until_gone(**{limit.measure: excess * share})
         return min(max(math.ceil(wait_s), _LEAST_RETRY_S), _MOST_RETRY_S)

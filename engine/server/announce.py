@@ -41,10 +41,11 @@ def ready_facts(state: ServerState, listener: socket.socket, startup_s: float) -
         "max_num_seqs": str(settings.scheduler.max_num_seqs),
         "API keys": str(len(state.keys)) if state.keys else "none: open to all who reach it",
     }
+    base = "" if listener.family == socket.AF_UNIX else address  # no URL has a socket file in it
     if config.enable_live_page:
-        facts["live page"] = f"{address}/"
+        facts["live page"] = f"{base}/"
     if not settings.observability.disable_log_stats:
-        facts["metrics"] = f"{address}/metrics"
+        facts["metrics"] = f"{base}/metrics"
     if engine.run_dir is not None:
         facts["traces"] = engine.run_dir
     facts["start-up"] = f"{startup_s:.1f} s"

@@ -4,6 +4,8 @@ Knows what is served. Each route lives in a file of its own; what happens to a r
 gets to a route is in `engine.server.middleware`.
 """
 
+import functools
+
 from fastapi import FastAPI
 
 from engine.server import api_page, chat, completions, control, debug, health, models, tokenization
@@ -14,6 +16,7 @@ from engine.server.metrics import add_metrics
 from engine.server.middleware import add_guards
 from engine.server.observe import observe
 from engine.server.protocol.common import ErrorResponse
+from engine.server.route_names import RouteNames
 from engine.server.state import ServerState
 from engine.version import __version__
 
@@ -32,8 +35,10 @@ def make_app(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     add_error_handlers(app)
-    observe(app, state)
-    add_methods(app)
+    names = functools.cache(lambda: RouteNames(app.routes))  # when all are there
+    state.route_names = names
+    observe(app, state, names)
+    add_methods(app, names)
     add_guards(app, state)  # what is added last is passed first
     if shows_docs:
         app.include_router(api_page.make_router(app))
@@ -46,6 +51,8 @@ def make_app(state: ServerState) -> FastAPI:
         if state.peers is not None:
             debug.answer_peers(state.peers, state, state.observation)
             state.recording.answer_peers()
+    else:
+        state.routes_off = RouteNames([*control.router.routes, *debug.router.routes])
     if state.config.enable_live_page:
         app.include_router(live.make_router(state))
     return app

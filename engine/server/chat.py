@@ -6,6 +6,7 @@ decided in `engine.server.tools`; the answers are made in `chat_answers`.
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -39,11 +40,15 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     model, engine = state.check_model(body.model), state.engine
     check_num_outputs(state.config, 1, body.n)
     origin = Origin.of(request, engine, "chatcmpl", body.request_id)
-    with origin.reserve(state, body.n or 1, CHAT, prompt="messages") as room:
-        names, form = _form(body)
+    with origin.reserve(state, 1, CHAT, prompt="messages", n=body.n) as room:
+        size = request.state.num_body_bytes  # schemas in it may take a while to check
+        names, form = await engine.with_texts(partial(_form, body), num_characters=size)
         with naming_fields(names, prompt="messages"):
             conversation = Conversation.of(body, body.messages, request)
-            chat = _plan_chat(conversation, form, state.config.enable_auto_tool_choice)
+            may_choose = state.config.enable_auto_tool_choice
+            chat = await engine.with_texts(
+                partial(_plan_chat, conversation, form, may_choose), num_characters=size
+            )
             prompt = await conversation.render(chat)
         output = chat.after_render(prompt["prompt"])
         if body.cache_salt is not None:

@@ -3,10 +3,12 @@
 import argparse
 import functools
 import os
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 from engine.api.cli_flags import add_engine_flags, add_fields, engine_arguments
+from engine.config import GROUPS, check_setting
+from engine.errors import ConfigError
 from engine.server.config import ServerConfig
 from engine.server.config_file import read_config_file
 
@@ -88,14 +90,27 @@ def run(arguments: argparse.Namespace, *, lists: dict[str, bool]) -> int:
     from engine.server.serve import leave, run_server
 
     if arguments.config is not None:
+        rules = {
+            spec.name: spec for kind in (ServerConfig, *GROUPS.values()) for spec in fields(kind)
+        }
         for name, value in read_config_file(arguments.config, lists).items():
             if getattr(arguments, name) is None:
+                _check_setting_of_file(arguments.config, rules[name], value)
                 setattr(arguments, name, value)
     given: dict[str, Any] = {
         spec.name: getattr(arguments, spec.name) for spec in fields(ServerConfig)
     }
     config = ServerConfig.from_kwargs(**{k: v for k, v in given.items() if v is not None})
     return leave(run_server(config, _ENGINE_DEFAULTS | engine_arguments(arguments)))
+
+
+def _check_setting_of_file(path: str, rule: "Field[Any]", value: Any) -> None:
+    """Refuse a wrong value where it is still known to be the file's."""
+    as_set = tuple(value) if isinstance(value, list) and "tuple" in str(rule.type) else value
+    try:
+        check_setting(rule.name, as_set, rule.type, rule.metadata)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _open_standard_streams() -> None:

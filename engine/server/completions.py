@@ -4,6 +4,7 @@ Knows how a body becomes prompts and parameters. The answers are made in `comple
 """
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -40,9 +41,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if body.echo and engine.llm_engine.tokenizer is None:
         raise ApiError(400, "echo needs a tokenizer, and the engine has none", param="echo")
     origin = Origin.of(request, engine, "cmpl", body.request_id)
-    num_outputs = num_prompts * max(body.n or 1, 1)
-    with origin.reserve(state, num_outputs, TEXT_COMPLETION, prompt="prompt") as room:
-        names, params = completion_params(body, engine)
+    with origin.reserve(state, num_prompts, TEXT_COMPLETION, prompt="prompt", n=body.n) as room:
+        size = request.state.num_body_bytes  # a schema in it may take a while to check
+        names, params = await engine.with_texts(
+            partial(completion_params, body, engine), num_characters=size
+        )
         prompts = _prompts(body)
         plan = _plan(body, params, origin, model, engine)
         submission = Submission(body, params, origin, TEXT_COMPLETION, names, "prompt")
@@ -66,7 +69,14 @@ def completion_params(
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         values["prompt_logprobs"] = body.logprobs
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and body.echo:
+    if max_tokens == 0:
+        if not body.echo:
+            raise ApiError(
+                400,
+                "max_tokens must be at least 1, or 0 with echo, which answers with the prompt "
+                "alone; got 0",
+                param="max_tokens",
+            )
         max_tokens = 1  # which is not shown
     return names, make_params(
         body, engine, max_tokens=max_tokens, stream=bool(body.stream), names=names, **values

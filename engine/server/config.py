@@ -131,10 +131,7 @@ class ServerConfig:
             ConfigError: names the field, its value and what is allowed.
         """
         for spec in fields(self):
-            value = getattr(self, spec.name)
-            check_setting(spec.name, value, spec.type, spec.metadata)
-            if isinstance(value, tuple) and not all(isinstance(one, str) for one in value):
-                raise ConfigError(f"{spec.name} must be text, got {list(value)!r}; quote it.")
+            check_setting(spec.name, getattr(self, spec.name), spec.type, spec.metadata)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile go together; give both or neither.")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:

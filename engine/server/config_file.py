@@ -5,7 +5,7 @@
     max-model-len: 4096
     served_model_name: [small, smollm2]
 
-Knows names and the form of the file; values are checked with those of the flags.
+Knows names and the form of the file; not which values a setting may have.
 """
 
 import difflib

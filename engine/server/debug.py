@@ -62,14 +62,15 @@ async def list_requests(
         return {kind: fields_in_order(pairs) for kind, pairs in own.items()}
     others = await server.peers.ask("requests", limit)
     told = {server.peers.index: own, **others.by_index}
-    lengths = {"unfinished": MAX_LISTED, "finished": limit, "http": limit}
+    first, last = slice(MAX_LISTED), slice(-limit, None)  # what has waited longest, and what is new
+    parts = {"unfinished": first, "finished": last, "http": last}
     merged: dict[str, Any] = {
         kind: fields_in_order(
             (order, fields | {"frontend": index})
             for index, lists in told.items()
             for order, fields in lists[kind]
-        )[-length:]
-        for kind, length in lengths.items()
+        )[part]
+        for kind, part in parts.items()
     }
     return merged | {"frontends": answered(told, others.silent)}
 
@@ -92,7 +93,9 @@ async def show_request(request: Request, request_id: str) -> Response:
     found = {index: one for index, one in told.items() if one["http"] or one["sequences"]}
     if not found:
         last_ids = [one for answer in told.values() for one in answer["last_ids"]]
-        raise ApiError(404, _unknown(request_id, last_ids, silent), code="request_not_found")
+        lost = [index for index, answer in told.items() if answer["life"]]
+        message = _unknown(request_id, last_ids, silent, lost)
+        raise ApiError(404, message, code="request_not_found")
     if as_text:
         text = "\n".join(one["text"] for one in found.values())
         return PlainTextResponse(text + f"\n{missing(silent)}\n" if silent else text)
@@ -109,19 +112,17 @@ async def show_request(request: Request, request_id: str) -> Response:
 @router.post("/flight")
 async def dump_flight_record(request: Request, download: bool = False) -> Response:
     """Have the core write its last steps to a file, and tell of them; `?download=1` answers with
-    the file itself, for `isinglass flight show`. At most one a second."""
+    the file itself, for `isinglass flight show`. Within a second of a record, the answer is that
+    one."""
     server = ready_server(request)
-    now_s = time.monotonic()
-    last_s = server.flight_record_s
-    if last_s is not None and now_s - last_s < _MIN_FLIGHT_INTERVAL_S:
-        raise ApiError(
-            429, "at most one flight record a second is written", headers={"Retry-After": "1"}
-        )
-    server.flight_record_s = now_s
-    try:
-        path = Path(await ask_engine(request, server.engine.dump_flight_record()))
-    except EngineDeadError as error:  # its message names the record of the core's end
-        raise ApiError(503, str(error), code="engine_dead") from error
+    path, is_fresh = server.flight_record, time.monotonic() < server.flight_record_until_s
+    if path is None or not is_fresh or not path.is_file():
+        try:
+            path = Path(await ask_engine(request, server.engine.dump_flight_record()))
+        except EngineDeadError as error:  # its message names the record of the core's end
+            raise ApiError(503, str(error), code="engine_dead") from error
+        server.flight_record = path
+        server.flight_record_until_s = time.monotonic() + _MIN_FLIGHT_INTERVAL_S
     if download:
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
     return JSONResponse(await asyncio.to_thread(_flight_summary, path))
@@ -187,6 +188,7 @@ async def told_of(
         "http": [exchange_fields(one) for one in exchanges],
         "sequences": [report_fields(one) for one in reports],
         "text": story_text(exchanges, reports) if as_text and (exchanges or reports) else "",
+        "life": 0 if server.engine.attachment is None else server.engine.attachment.life,
         "last_ids": [one.request_id for one in observation.exchanges()[-_NUM_IDS_NAMED:]],
     }
 
@@ -232,9 +234,14 @@ def _belongs(timeline: RequestTimeline, ids: set[str]) -> bool:
     return False
 
 
-def _unknown(request_id: str, last_ids: Sequence[str], silent: Sequence[int]) -> str:
+def _unknown(
+    request_id: str, last_ids: Sequence[str], silent: Sequence[int], lost: Sequence[int]
+) -> str:
     known = f"; the last ones were {', '.join(last_ids)}" if last_ids else ""
     rest = f". But {missing(silent)}" if silent else ""
+    if lost:
+        names = ", ".join(map(str, sorted(lost)))
+        rest += f". What frontend {names} knew before it died and was replaced is gone with it"
     return (
         f"no request {request_id[:128]!r} is known: neither one under way nor one of the last "
         f"thousand that have ended{known}{rest}"

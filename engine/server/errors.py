@@ -6,7 +6,7 @@ the inside; the log says the rest.
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,6 +24,7 @@ from engine.errors import (
     RequestError,
 )
 from engine.log import get_logger
+from engine.server.route_names import RouteNames, route_path
 
 logger = get_logger(__name__)
 
@@ -50,6 +51,7 @@ TYPE_OF_STATUS = {
 }
 
 
+_MAX_SHOWN = 256
 _CODE_OF_STATUS = {408: "request_timeout", 413: "request_too_large"}
 """Codes of errors that come as Starlette's, which have none."""
 
@@ -107,7 +109,8 @@ def as_api_error(error: Exception) -> ApiError:
         wait = {"Retry-After": str(error.retry_after_s)}
         return ApiError(429, str(error), code="queue_full", headers=wait)
     if isinstance(error, RequestError | ConfigError | ProfilerError):
-        return ApiError(400, str(error), param=getattr(error, "param", None))
+        param, code = getattr(error, "param", None), getattr(error, "code", None)
+        return ApiError(400, str(error), param=param, code=code)
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine has died and cannot serve requests", code="engine_dead")
     if isinstance(error, ModelError):
@@ -124,6 +127,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def handle_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return _no_route(request).response()
         return ApiError(
             error.status_code,
             str(error.detail),
@@ -144,6 +149,19 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, handle)
     for kind in (ApiError, RequestError, ConfigError, ProfilerError, EngineDeadError, ModelError):
         app.add_exception_handler(kind, handle)
+
+
+def _no_route(request: Request) -> ApiError:
+    """The answer to a path that no route has."""
+    path, server = route_path(request.scope), request.app.state.server
+    said = f"there is no route {request.method} {path[:_MAX_SHOWN]}"
+    routes_off: RouteNames | None = server.routes_off
+    names: Callable[[], RouteNames] | None = server.route_names
+    if routes_off is not None and routes_off.methods(path):
+        said += ": the server runs with --no-enable-debug-routes"
+    elif names is not None and (near := names().nearest(path)) is not None:
+        said += f"; did you mean {near}?"
+    return ApiError(404, said, code="route_not_found")
 
 
 def validation_error(error: RequestValidationError) -> ApiError:

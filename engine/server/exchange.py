@@ -46,7 +46,7 @@ class ExchangeState:
             ids of the engine's requests begin with it.
         route: the template of its path; `method_label` the method: each `other` if unknown.
         status: as sent, 0 before that; `CLIENT_LEFT_STATUS` in the end if the client left.
-        told: `scope["state"]`, where routes leave what they know better.
+        told: `scope["state"]`, where routes, and the connection, leave what they know better.
         outcome: one of `server_metrics.OUTCOMES`, empty before the end.
     """
 
@@ -131,6 +131,9 @@ class ExchangeState:
         """
         told = self.told
         self.num_prompt_tokens = told.get("num_prompt_tokens")
+        answered = told.get("answered")
+        if answered is not None:  # by the connection: the application has been told of its end only
+            self.status, self.is_complete, error = answered, True, None
         self.outcome = self._outcome(told.get("outcome"), error, phase)
         if self.outcome == "disconnected":
             self.status = CLIENT_LEFT_STATUS
@@ -156,7 +159,7 @@ class ExchangeState:
             return "cancelled"
         if error is not None or not self.is_complete:
             return "server_error"
-        if self.status < 400 or self.route in PROBES:
+        if self.status < 400 or (self.status == 503 and self.route in PROBES):
             return "completed"
         if self.status == 503 and "response_id" in self.told:  # the engine had it
             return "cancelled" if phase is Phase.STOPPING else "engine_error"
@@ -216,7 +219,11 @@ def sane_request_id(header: bytes | None) -> str | None:
 
 
 def shown_path(scope: Mapping[str, Any]) -> str:
-    """The path as it came, still percent-encoded: nothing in it can forge a line of a log."""
+    """The path as it came, still percent-encoded: nothing in it can forge a line of a log.
+
+    ASGI puts the prefix that a proxy has taken off in front of it again; we do not.
+    """
     raw = scope.get("raw_path")
     text = quote(scope["path"]) if raw is None else raw.decode("ascii", "backslashreplace")
+    text = text.removeprefix(scope.get("root_path", ""))
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

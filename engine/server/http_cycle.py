@@ -8,62 +8,52 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
-class OldCycle(RequestResponseCycle):
-    """uvicorn's, made one of these by `of`.
+class Http10Cycle:
+    """An application in front of another one, which puts uvicorn's answers into HTTP/1.0's form.
 
     An answer without a Content-Length ends with its connection. One with it leaves the connection
     open where the client has asked for that.
     """
 
-    is_half_closed = False
-    """The client sends no more, and perhaps is no more: nothing that it could skip may be sent to
-    find out. Who waits for it to leave is told that it has; who just answers, answers."""
-    _is_read = _ends_with_connection = False
-
-    @classmethod
-    def of(cls, cycle: RequestResponseCycle) -> "OldCycle":
-        """The same exchange, before it has begun."""
-        cycle.__class__ = cls
-        assert isinstance(cycle, cls)
+    def __init__(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._cycle = cycle
+        self._app = app
+        self._ends_with_connection = False
         cycle.waiting_for_100_continue = False  # such a client would take it for the answer
-        return cycle
+        cycle.keep_alive = self._wants_to_stay()
 
-    def half_close(self) -> None:
-        """The client's side has been closed."""
-        self.is_half_closed = True
-        self.message_event.set()
+    @property
+    def disconnected(self) -> bool:
+        """As uvicorn's: whether what is sent is dropped."""
+        return self._cycle.disconnected
 
-    async def receive(self) -> Any:
-        """As uvicorn's; see `is_half_closed`."""
-        if self._is_read and self.is_half_closed:
-            return {"type": "http.disconnect"}
-        message = await super().receive()
-        if message["type"] == "http.request":
-            if self._is_read:
-                return {"type": "http.disconnect"}
-            self._is_read = not message["more_body"]
-        return message
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, self.send)
 
     async def send(self, message: Any) -> None:
         """As uvicorn's, but for the frame."""
-        if message["type"] == "http.response.start" and not self.response_started:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
             message = self._framed(message)
-        elif self._ends_with_connection:
-            self.expected_content_length = len(message.get("body", b""))  # as long as it is
-        await super().send(message)
+        elif self._ends_with_connection and not cycle.disconnected:
+            # By ourselves: uvicorn sends a body in chunks, or of the length that it was told.
+            cycle.transport.write(message.get("body", b""))
+            message = {**message, "body": b""}
+        await cycle.send(message)
 
     def _framed(self, start: dict[str, Any]) -> dict[str, Any]:
+        cycle = self._cycle
         headers = [
             one for one in start.get("headers", ()) if one[0].lower() != b"transfer-encoding"
         ]
         if not any(name.lower() == b"content-length" for name, _ in headers):
-            self.chunked_encoding = False
-            self._ends_with_connection = True
-        elif self._wants_to_stay():
-            self.keep_alive = True
+            cycle.chunked_encoding = cycle.keep_alive = False
+            self._ends_with_connection = cycle.scope["method"] != "HEAD"
+        elif cycle.keep_alive:
             headers.append((b"connection", b"keep-alive"))
         return {**start, "headers": headers}
 
     def _wants_to_stay(self) -> bool:
-        options = b",".join(value for name, value in self.scope["headers"] if name == b"connection")
+        headers = self._cycle.scope["headers"]
+        options = b",".join(value for name, value in headers if name == b"connection")
         return b"keep-alive" in [one.strip() for one in options.lower().split(b",")]

@@ -3,22 +3,18 @@
 httptools collects a request's line and headers however long they are, and waits for them for as
 long as the client likes; both happen before there is a request that the application could refuse.
 Here a head has a largest size and a time, a connection has so many requests in flight, and the
-server so many connections. Knows no routes.
-
-A client that has sent its requests and closes its own side only (`nc -N`) gets its answers. What
-arrives then is the same as from a client that has gone: so something is sent that the one skips,
-and to which the other's system answers that nobody is there.
+server so many connections. A client that closes its side has left. Knows no routes.
 """
 
 import asyncio
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httptools
 import msgspec
+from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
@@ -27,25 +23,21 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from engine.server.errors import ApiError
-from engine.server.http_cycle import OldCycle
+from engine.server.http_cycle import Http10Cycle
 
 _MAX_PIPELINED = 16
 """Requests that are taken in before the one that is being answered has been."""
 _PART_BYTES = 1024
-"""What is parsed at once: what is behind a request cannot be left to the parser for later, and an
-empty request has 18 bytes."""
+"""At most so much is parsed at once, but for bodies of known length: the pipeline can be full only
+between two parts, and an empty request has 18 bytes."""
 _DRAIN_S = 2.0
 """How long the rest of a message is taken in whose answer has gone out already."""
-_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""An interim answer: a client skips any number of them (RFC 9110, section 15.2)."""
-_PROBES_S = (0.02, 0.25, 1.0)
-"""When the next one is sent: it fails where the one before was not wanted. Then again and again,
-since a proxy may hide that for a while."""
-_PROBE_AGAIN_S = 5.0
 _NOTHING = memoryview(b"")
 
 Refused = Callable[[ApiError, tuple[str, int] | None], None]
 """Told of each request that was refused before it was one, and of its client."""
+Left = Callable[[Scope], None]
+"""Told of each request whose client left while those before it were being answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,30 +78,30 @@ class BoundedProtocol(HttpToolsProtocol):
         *arguments: Any,
         limits: ConnectionLimits,
         refused: Refused | None = None,
+        left: Left | None = None,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         self._limits = limits
         self._refused = refused
+        self._left = left
         self._is_in_head = True
         self._has_begun = False
-        """Whether there is something of the head that is awaited."""
+        """Whether the first bytes of the head that is awaited have come: else nobody is late."""
         self._num_bare_bytes = 0
-        """Taken in since the last head that was whole, or the last byte of a body."""
+        """Since the last whole head, or the last part of a body: of what has no other bound."""
         self._num_body_bytes = 0
         self._is_whole = True
         """Whether all of the last message has arrived."""
         self._ignores_upgrade = False
-        """Whether the head was one that asks for another protocol, and has a body, which the
-        parser takes for that protocol's."""
+        """Whether the head asks for another protocol, and has a body: it is parsed again without
+        asking, since the parser would take the body for that protocol's."""
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
         self._held = _NOTHING
         """What has been read, and is not parsed before there is room in the pipeline."""
         self._refusal: ApiError | None = None
         """What the client is told when all before it has been answered."""
-        self._has_ended = False
-        """Whether the client has closed its side, and gets what it has asked for."""
 
     @property
     def _is_answered(self) -> bool:
@@ -132,36 +124,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
         self._held = _NOTHING
-        self.pipeline.clear()
         running = self._running
         if running is not None and not running.response_complete:
             # uvicorn tells the last of a pipeline, which is not the one that is being answered.
             running.disconnected = True
             running.message_event.set()
+            if self._left is not None:
+                for cycle, _ in reversed(self.pipeline):
+                    self._left(cycle.scope)
+        self.pipeline.clear()
         super().connection_lost(exc)
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays, for answers that are still to be sent."""
-        if self._has_ended:
-            return True
-        if self._is_answered or not self._is_whole or self.scheme == "https":
-            return False  # over TLS it cannot stay: neither asyncio nor uvloop let it
-        self._has_ended = True
-        self.flow.hold()  # reading on would find the same end
-        self.cycle.keep_alive = False
-        if isinstance(self._running, OldCycle):
-            self._running.half_close()
-        else:
-            self._probe(itertools.chain(_PROBES_S, itertools.repeat(_PROBE_AGAIN_S)))
-        return True
-
-    def _probe(self, delays_s: Iterator[float]) -> None:
-        """Find out, again and again, whether a client that has closed its side is there."""
-        if self.transport.is_closing() or self._running is None or self._is_answered:
-            return
-        if not self._running.response_started:  # else the answer itself finds out
-            self.transport.write(_PROBE)
-        self.loop.call_later(next(delays_s), self._probe, delays_s)
 
     # -- what comes in -----------------------------------------------------------------------------
 
@@ -184,7 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._feed(part)
             if self._refusal is not None or self.transport.is_closing():
                 return
-            # A head that is complete has been counted exactly, by the application's own guard.
+            # Whole heads are for the application's guard, which counts them exactly.
             if self._num_bare_bytes > self._limits.max_head_bytes:
                 self._refuse(head_too_large(self._limits.max_head_bytes))
                 return
@@ -207,16 +179,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self.parser.feed_data(part)
         except httptools.HttpParserUpgrade as upgrade:
             rest = part[upgrade.args[0] :].tobytes() + self._held.tobytes()
-            head = self._head_without_upgrade() if self._ignores_upgrade else b""
+            if self._ignores_upgrade:
+                rest = self._head_without_upgrade() + rest
+                # The old one takes nothing any more if that request was the connection's last.
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
             self._ignores_upgrade = False
             self._num_bare_bytes = 0
-            self._held = memoryview(head + rest)
+            self._held = memoryview(rest)
         except httptools.HttpParserError:
-            self._refuse(ApiError(400, "what came is no request of HTTP/1.1"))
+            self._refuse(ApiError(400, "what came is no request of HTTP/1.1", code="bad_request"))
 
     def _head_without_upgrade(self) -> bytes:
         """The head once more, for the parser to read what follows as the body that it is."""
-        lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
@@ -254,9 +231,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] != "1.1":
-            cycle = OldCycle.of(cycle)
-            if self._has_ended:
-                cycle.half_close()
+            app = Http10Cycle(cycle, app)
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
@@ -271,8 +246,6 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._refusal is not None:
             self._hang_up(self._refusal)
-        elif self._has_ended:
-            self.transport.close()
         elif not self._is_whole:  # nobody counts or times what still comes of it
             self._await(_DRAIN_S, self.transport.close)
 
@@ -280,10 +253,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._timer = None
-        if self.flow.read_paused:  # it may have come, and has not been read
+        if self.flow.read_paused:  # it may have come: we do not look
             self._await(self._limits.head_timeout_s, self._head_is_late)
         elif self._has_begun:
-            self._refuse(ApiError(408, "the request's headers took too long to arrive"))
+            message = "the request's headers took too long to arrive"
+            self._refuse(ApiError(408, message, code="request_timeout"))
         elif self._is_answered:  # it has said nothing, so there is nothing to answer
             self.transport.close()
 
@@ -307,9 +281,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._hang_up(error)
 
     def _abandon(self, error: ApiError) -> None:
-        """Give up in the middle of a body: who reads it is told that the client has left, so that
-        the request has been counted."""
-        self._hang_up(None if self.cycle.response_started else error)
+        """Give up in the middle of a body: who reads it is told that the client has left."""
+        if self.cycle.response_started:
+            self._hang_up(None)
+        else:
+            self.cycle.scope["state"]["answered"] = error.status
+            self._hang_up(error)
 
     def _hang_up(self, error: ApiError | None) -> None:
         """Answer outside of the application, and close."""
@@ -328,9 +305,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = None if call is None else self.loop.call_later(delay_s, call)  # type: ignore[arg-type]
 
 
-def bounded_protocol(limits: ConnectionLimits, refused: Refused | None = None) -> Any:
+def bounded_protocol(
+    limits: ConnectionLimits, refused: Refused | None = None, left: Left | None = None
+) -> Any:
     """The protocol as uvicorn's `http` setting takes it."""
-    return functools.partial(BoundedProtocol, limits=limits, refused=refused)
+    return functools.partial(BoundedProtocol, limits=limits, refused=refused, left=left)
 
 
 def head_too_large(max_head_bytes: int) -> ApiError:

@@ -31,7 +31,9 @@ class JsonRoute(APIRoute):
             return handle
 
         async def decode_and_handle(request: Request) -> Response:
-            decoded = decode_json(await request.body(), request.headers.get("content-type"))
+            body = await request.body()
+            request.state.num_body_bytes = len(body)
+            decoded = decode_json(body, request.headers.get("content-type"))
             check_lengths(decoded, server_of(request))
             return await handle(_Decoded(request.scope, request.receive, decoded))
 

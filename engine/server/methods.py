@@ -4,7 +4,6 @@ Innermost of all middleware: what is answered here has been counted, and let in.
 and methods; not what they do.
 """
 
-import functools
 from collections.abc import Callable
 
 from fastapi import FastAPI, Response
@@ -47,9 +46,8 @@ class MethodsMiddleware:
             await error.response()(scope, receive, send)
 
 
-def add_methods(app: FastAPI) -> None:
+def add_methods(app: FastAPI, names: Callable[[], RouteNames]) -> None:
     """Complete the methods of an application's routes; to be added before all other middleware."""
-    names = functools.cache(lambda: RouteNames(app.routes))
     app.add_middleware(MethodsMiddleware, names=names)
 
 

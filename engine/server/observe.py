@@ -6,7 +6,6 @@ and `arrival_ns` in `request.state`, and may leave `outcome`, `refusal`, `respon
 `num_prompt_tokens` there.
 """
 
-import functools
 import itertools
 import time
 from collections import OrderedDict
@@ -34,12 +33,23 @@ NUM_REMEMBERED = 1024
 class Observation:
     """What is known of the exchanges of one server process.
 
+    Args:
+        state: the server's.
+        names: of its routes, once it is asked for a request.
+        clock: in nanoseconds.
+
     Attributes:
         metrics: the counts; also part of the engine's snapshots once the engine has started.
         in_flight: exchanges under way by `engine_id`.
     """
 
-    def __init__(self, state: ServerState, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        names: Callable[[], RouteNames],
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         engine = state.engine
         settings = engine.config.observability
         self.clock = clock
@@ -51,6 +61,7 @@ class Observation:
         self.in_flight: dict[str, ExchangeState] = {}
         self.loop_watch = LoopWatch(self.metrics)
         self._state = state
+        self._names = names
         self._writes_log = not state.config.disable_access_log
         self._ended: OrderedDict[str, ExchangeState] = OrderedDict()
         self._nobody = RequestTracer()
@@ -62,11 +73,10 @@ class Observation:
         engine = getattr(self._state.engine, "llm_engine", None)
         return self._nobody if engine is None else engine.tracer
 
-    def begin(
-        self, scope: Scope, *, route: str = OTHER, method_label: str = OTHER
-    ) -> ExchangeState:
+    def begin(self, scope: Scope) -> ExchangeState:
         """A request has come in; its identity goes into `scope["state"]`."""
         self.metrics.observe_arrival()
+        route, method_label = self._names().find(route_path(scope), scope["method"])
         exchange = ExchangeState(
             scope, arrival_ns=self.clock(), route=route, method_label=method_label
         )
@@ -95,6 +105,12 @@ class Observation:
         exchange.status, exchange.is_complete = error.status, True
         if error.code == "too_many_connections":
             scope["state"]["refusal"] = "connections_full"
+        self.end(exchange, None)
+
+    def leave(self, scope: Scope) -> None:
+        """The client of a request left while those before it in a pipeline were being answered."""
+        exchange = self.begin(scope)
+        exchange.has_left = True
         self.end(exchange, None)
 
     def end(self, exchange: ExchangeState, error: BaseException | None) -> None:
@@ -174,12 +190,10 @@ class ObserveMiddleware:
         app: ASGIApp,
         observation: Observation,
         *,
-        names: Callable[[], RouteNames],
         shows_ids: bool,
     ) -> None:
         self.app = app
         self._observation = observation
-        self._names = names
         self._shows_ids = shows_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -188,8 +202,7 @@ class ObserveMiddleware:
             return
         observation = self._observation
         observation.loop_watch.start()
-        route, method_label = self._names().find(route_path(scope), scope["method"])
-        exchange = observation.begin(scope, route=route, method_label=method_label)
+        exchange = observation.begin(scope)
         wire = _Wire(exchange, receive, send, observation, shows_id=self._shows_ids)
         error: BaseException | None = None
         with serving(exchange.engine_id, exchange.traceparent):
@@ -279,9 +292,9 @@ class _Wire:
         return bool(getattr(getattr(self._send, "__self__", None), "disconnected", False))
 
 
-def observe(app: FastAPI, state: ServerState) -> Observation:
+def observe(app: FastAPI, state: ServerState, names: Callable[[], RouteNames]) -> Observation:
     """Watch an application; `state.observation` is what has been seen."""
-    observation = Observation(state)
+    observation = Observation(state, names)
     state.observation = observation
     build = app.build_middleware_stack
 
@@ -290,7 +303,6 @@ def observe(app: FastAPI, state: ServerState) -> Observation:
         return ObserveMiddleware(
             build(),
             observation,
-            names=functools.cache(lambda: RouteNames(app.routes)),
             shows_ids=state.config.enable_request_id_headers,
         )
 

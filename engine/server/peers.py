@@ -4,30 +4,28 @@
     follow:  [name, arguments] ──▶          ◀── message, message, … until either side ends it
 
 Each listens at a socket of its own in the core's private folder, which nobody else can open.
-Messages are MessagePack behind their length. Knows no route and no engine; what can be asked is
+Messages are those of `engine.types.framing`. Knows no route and no engine; what can be asked is
 registered by those who know the answers.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.log import get_logger
+from engine.types.framing import HEAD_BYTES, body_length, framed
 
 logger = get_logger(__name__)
 
 TIMEOUT_S = 2.0
 """How long the others get to answer; one that is stopped, or busy, must not hold the asker up."""
 
-_MAX_MESSAGE_BYTES = 64 << 20
-_LENGTH_BYTES = 4
-
 Answerer = Callable[..., Awaitable[Any]]
-Teller = Callable[..., AsyncIterator[Any]]
+Teller = Callable[..., AsyncGenerator[Any, None]]
 
 
 class PeerError(Exception):
@@ -111,17 +109,17 @@ class Peers:
             async with asyncio.timeout(TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(self._path(other))
             with contextlib.closing(writer):
-                await _send(writer, [name, *arguments])
+                await _send(writer, framed([name, *arguments]))
                 while True:
                     yield await _receive(reader)
-        except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+        except (OSError, EOFError, msgspec.DecodeError) as error:
             raise PeerError(f"frontend {other}: {error!r}") from error
 
     async def _ask_one(self, other: int, question: list[Any], timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(self._path(other))
             with contextlib.closing(writer):
-                await _send(writer, question)
+                await _send(writer, framed(question))
                 is_answer, answer = await _receive(reader)
         if not is_answer:
             raise PeerError(answer)
@@ -142,35 +140,42 @@ class Peers:
                 await _send(writer, await self._answer(name, arguments))
             else:
                 await self._tell(teller(*arguments), reader, writer)
-        except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+        except (OSError, EOFError, msgspec.DecodeError) as error:
             logger.debug("another frontend has left: %r", error)
+        except Exception:  # ours; the follower hears no more, and asks again
+            logger.exception("what another frontend wants to know cannot be told")
         finally:
             writer.close()
 
-    async def _answer(self, name: str, arguments: list[Any]) -> list[Any]:
+    async def _answer(self, name: str, arguments: list[Any]) -> bytes:
         answerer = self.answerers.get(name)
         if answerer is None:
-            return [False, f"nothing is known of {name!r}"]
+            return framed([False, f"nothing is known of {name!r}"])
         try:
-            return [True, await answerer(*arguments)]
+            return framed([True, await answerer(*arguments)])
         except Exception as error:  # ours; the asker says that we did not answer
             logger.exception("the question %r of another frontend has failed", name)
-            return [False, repr(error)]
+            return framed([False, repr(error)])
 
     @staticmethod
     async def _tell(
-        messages: AsyncIterator[Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        messages: AsyncGenerator[Any, None],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         """Hand on what there is to tell, until the follower leaves: it says nothing else."""
 
         async def tell() -> None:
-            async for message in messages:
-                await _send(writer, message)
+            async with contextlib.aclosing(messages):
+                async for message in messages:
+                    await _send(writer, framed(message))
 
         telling = asyncio.create_task(tell(), name="tell another frontend")
         leaving = asyncio.create_task(reader.read(1), name="another frontend leaves")
         try:
             await asyncio.wait([telling, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if telling.done():
+                telling.result()
         finally:
             telling.cancel()
             leaving.cancel()
@@ -180,14 +185,11 @@ class Peers:
         return self._directory / f"frontend.{index}"
 
 
-async def _send(writer: asyncio.StreamWriter, message: Any) -> None:
-    body = msgspec.msgpack.encode(message)
-    writer.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+async def _send(writer: asyncio.StreamWriter, frame: bytes) -> None:
+    writer.write(frame)
     await writer.drain()
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
-    num_bytes = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-    if num_bytes > _MAX_MESSAGE_BYTES:
-        raise msgspec.DecodeError(f"a message of {num_bytes} bytes")
+    num_bytes = body_length(await reader.readexactly(HEAD_BYTES))
     return msgspec.msgpack.decode(await reader.readexactly(num_bytes))

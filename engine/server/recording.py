@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.api.async_llm import AsyncLLM
 from engine.log import get_logger
-from engine.server.peers import Peers
+from engine.server.peers import PeerAnswers, Peers
 
 logger = get_logger(__name__)
 
@@ -56,11 +56,15 @@ class ServerRecording:
             EngineDeadError: the core has died; what was recorded until then is there.
         """
         began_here = self.run_dir
-        run_dir = await self._engine.stop_trace()
-        self.run_dir = None
+        others = PeerAnswers({}, ())
+        try:
+            run_dir = await self._engine.stop_trace()
+        finally:  # the others write on, whether or not the core can be asked
+            self.run_dir = None
+            if self._peers is not None:
+                others = await self._peers.ask("leave_recording", timeout_s=_TIMEOUT_S)
         if self._peers is None:
             return None if run_dir is None else {"run_dir": run_dir}
-        others = await self._peers.ask("leave_recording", timeout_s=_TIMEOUT_S)
         parts = {index: one for index, one in others.by_index.items() if one is not None}
         if run_dir is None and not parts:
             return None
@@ -84,8 +88,9 @@ class ServerRecording:
         """Do as the others do, which may have begun, or ended, a recording before we came."""
         if self._peers is None:
             return
+        before = self.run_dir
         others = (await self._peers.ask("recording")).by_index.values()
-        if not others:
+        if not others or self.run_dir != before:  # begun, or ended, since they answered
             return
         theirs = next((run_dir for run_dir in others if run_dir is not None), None)
         if theirs is not None and self.run_dir is None:

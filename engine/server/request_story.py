@@ -32,6 +32,7 @@ def timeline_fields(timeline: RequestTimeline) -> dict[str, Any]:
         "num_preemptions": len(timeline.preemptions),
         "seconds": {
             "end_to_end": timeline.e2e_ns / 1e9,
+            "intake": timeline.intake_ns / 1e9,  # part of queue
             "queue": timeline.queue_ns / 1e9,
             "prefill": timeline.prefill_ns / 1e9,
             "decode": timeline.decode_ns / 1e9,
@@ -49,6 +50,7 @@ def report_fields(report: RequestReport) -> dict[str, Any]:
     return timeline_fields(report.timeline) | {
         "is_complete": report.is_complete,
         "cost_s": report.cost_ns / 1e9,
+        "intake_step": report.intake_step or None,
         "admissions": [
             {
                 "num_query_tokens": one.num_query_tokens,

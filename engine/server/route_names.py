@@ -4,6 +4,7 @@ Knows the application's routes and their templates. A path that no route has is 
 is, so that strangers cannot make series.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastapi.routing import iter_route_contexts
 OTHER = "other"
 _READING = frozenset({"GET", "HEAD"})
 _NONE: frozenset[str] = frozenset()
+_MAX_COMPARED = 128
 
 
 class RouteNames:
@@ -49,6 +51,12 @@ class RouteNames:
         matches = [methods for _, methods in self._matches(path)]
         return matches[0] if len(matches) == 1 else _NONE.union(*matches)
 
+    def nearest(self, path: str) -> str | None:
+        """The route that was probably meant by a path that no route has."""
+        known = [*self._exact, *(template for _, template, _ in self._patterns)]
+        near = difflib.get_close_matches(path[:_MAX_COMPARED], known, n=1)
+        return near[0] if near else None
+
     def _matches(self, path: str) -> Iterator[tuple[str, frozenset[str]]]:
         methods = self._exact.get(path)
         if methods is not None:
@@ -62,7 +70,9 @@ class RouteNames:
 def route_path(scope: Mapping[str, Any]) -> str:
     """The path of an ASGI scope as routes know it, without the prefix of a proxy."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) or "/"
+    root: str = scope.get("root_path", "")
+    is_below = path == root or path.startswith(f"{root}/")
+    return path[len(root) :] or "/" if is_below else path
 
 
 def _complete(methods: Any) -> frozenset[str]:

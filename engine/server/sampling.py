@@ -51,7 +51,13 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-_FORMATS = ("regex", "choice", "grammar", "structural_tag")
+_EXAMPLES = {
+    "regex": '"[0-9]{4}"',
+    "choice": '["yes", "no"]',
+    "grammar": r'"root ::= \"yes\" | \"no\""',
+    "structural_tag": "{…}",
+}
+_FORMATS = tuple(_EXAMPLES)
 _FLAGS = {
     'LLM(scheduling_policy="priority")': "a server with --scheduling-policy priority",
     "max_logprobs of the engine": "--max-logprobs of the server",
@@ -61,19 +67,11 @@ _FLAGS = {
 }
 """What the engine's messages say to who writes Python, and what a client's operator can do."""
 _JSON_WORDS = {
-    "None": "null",
-    "True": "true",
-    "False": "false",
-    "dictionary": "object",
-    "dictionaries": "objects",
-    "a ": "an ",
+    "None or ": "null or ",
+    "None, ": "null, ",
+    "True or False": "true or false",
+    "a dictionary": "an object",
 }
-_PYTHON_WORD = re.compile(r"\b(?:(?:None|True|False|dictionary|dictionaries)\b|a (?=dictionary\b))")
-_PLACE = re.compile(r'messages\[\d+\](?:\["\w+"\]|\[\d+\])*')
-_KEY = re.compile(r'\["(\w+)"\]')
-_FORM = re.compile(r"(structured_outputs\.[a-z_]+)((?:\.[\w$-]+|\[(?:\d+|'[^']*')\])*)(?=[: ])")
-"""A form of the output at the beginning of a message, and the place in it."""
-_FIRST_WORD = re.compile(r"[a-z_]+(?:\.[a-z_]+)?")
 
 
 def make_params(
@@ -181,7 +179,8 @@ def _response_format(value: dict[str, Any]) -> dict[str, Any] | None:
         if set(wanted) != {kind}:
             raise ApiError(
                 400,
-                f'response_format of type {kind} needs "{kind}" and nothing else',
+                f'response_format of type {kind} needs "{kind}" and nothing else, such as '
+                f'{{"type": "{kind}", "{kind}": {_EXAMPLES[kind]}}}',
                 param=f"response_format.{kind}",
             )
         return wanted
@@ -206,16 +205,13 @@ def naming_fields(names: Mapping[str, str], *, prompt: str = "prompt") -> Iterat
     except QueueFullError:
         raise
     except (RequestError, ConfigError, TokenizerError) as error:
-        message = str(error)
-        code = "context_length_exceeded" if "the context of" in message else None
-        param = getattr(error, "param", None)
-        if isinstance(error, TokenizerError):  # there is none
-            param = prompt
-        elif param is None and isinstance(error, PromptError):
-            param = _part_of(message) or _other_field(message) or prompt
-        elif param is None:
-            param = field_of(message, names)
-        raise ApiError(400, in_api_words(message, names), param=param, code=code) from error
+        message, param = str(error), getattr(error, "param", None)
+        if param is not None:
+            message, param = in_api_words(message, names), _renamed(param, names)
+        else:  # it may go on in the words of a chat template or a logits processor
+            message = _with_flags(message)
+            param = prompt if isinstance(error, PromptError | TokenizerError) else None
+        raise ApiError(400, message, param=param, code=getattr(error, "code", None)) from error
 
 
 def in_api_words(message: str, names: Mapping[str, str]) -> str:
@@ -226,49 +222,24 @@ def in_api_words(message: str, names: Mapping[str, str]) -> str:
     Args:
         names: the body's names of fields, by the engine's, where they differ.
     """
-    if message.startswith("the chat template"):  # in whose own words it may go on
-        return message
-    for words, ours in _FLAGS.items():
-        message = message.replace(words, ours)
-    if (place := _PLACE.match(message)) is not None:
-        message = _KEY.sub(r".\1", place[0]) + message[place.end() :]
     said, got, quoted = message.partition(", got ")
-    for name in sorted(names, key=len, reverse=True):
-        end = r"(?!\w)" if "." in name else r"(?![\w.])"  # of a schema a place in it may follow
-        said = re.sub(rf"(?<![\w.]){re.escape(name)}{end}", names[name], said)
+    said = _renamed(said, names)
+    for words, ours in _JSON_WORDS.items():
+        said = said.replace(words, ours)
     if quoted.rstrip(".") == "None":
         quoted = quoted.replace("None", "null")
-    return _PYTHON_WORD.sub(lambda match: _JSON_WORDS[match[0]], said) + got + quoted
+    return _with_flags(said + got + quoted)
 
 
-def _part_of(message: str) -> str | None:
-    """The message of a conversation, or the part of it, that an error begins with."""
-    match = _PLACE.match(message)
-    return None if match is None else _KEY.sub(r".\1", match[0])
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """A text with the body's names of fields."""
+    for name in sorted(names, key=len, reverse=True):
+        end = r"(?!\w)" if "." in name else r"(?![\w.])"  # of a schema a place in it may follow
+        text = re.sub(rf"(?<![\w.-]){re.escape(name)}{end}", names[name], text)
+    return text
 
 
-def _other_field(message: str) -> str | None:
-    """The field that is wrong with a prompt's request, if it is not the prompt."""
-    if message.startswith("request id"):
-        return "request_id"
-    if message.startswith(("chat_template is", "the chat template is not")):
-        return "chat_template"
-    named = ("cache_salt", "priority", "chat_template_kwargs", "truncate_prompt_tokens")
-    return field_of(message, {}) if message.startswith(named) else None
-
-
-def field_of(message: str, names: Mapping[str, str]) -> str | None:
-    """The field that a message of the engine begins with."""
-    if message.startswith("unknown structured output"):
-        return names.get("structured_outputs", "structured_outputs")
-    match = _FORM.match(message)
-    if match is not None:
-        return names.get(match[1], names.get("structured_outputs", match[1])) + match[2]
-    match = _FIRST_WORD.match(message)
-    if match is None:
-        return None
-    name, dot, rest = match[0].partition(".")
-    if names.get(name, name) != name:
-        return names[name]
-    known = name in SamplingParams.__struct_fields__ or name in ("priority", "cache_salt")
-    return f"{name}{dot}{rest}" if known or name == "chat_template_kwargs" else None
+def _with_flags(message: str) -> str:
+    for words, ours in _FLAGS.items():
+        message = message.replace(words, ours)
+    return message

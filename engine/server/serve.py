@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -36,11 +35,11 @@ from engine.server.http_protocol import ConnectionLimits, bounded_protocol
 from engine.server.listening import listening, raise_file_limit, tls_context
 from engine.server.metrics_share import MetricsShare
 from engine.server.state import Phase, ServerState
+from engine.server.stop_signals import StopSignals
 
 logger = get_logger(__name__)
 
 _POLL_S = 0.02
-_SAME_SIGNAL_S = 0.5
 _DEATH_LINGER_S = 2.0
 """How long a server whose engine has died goes on to say so, and to show its metrics."""
 _FLUSH_S = 5.0
@@ -57,34 +56,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class StopSignals:
-    """SIGTERM, SIGINT and SIGHUP: the first asks for the end, a later one for it at once.
-
-    One that comes right behind the first is the same: what signals a group of processes often
-    signals its leader too, and a supervisor hands on what its children have got already.
-    """
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        self.number = 0
-        """The last signal that counted."""
-        self._first_s = 0.0
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                loop.add_signal_handler(number, self._take, number)
-
-    def _take(self, number: signal.Signals) -> None:
-        now_s = time.monotonic()
-        if not self.first.is_set():
-            self.number, self._first_s = number, now_s
-            self.first.set()
-        elif now_s - self._first_s > _SAME_SIGNAL_S:
-            self.number = number
-            self.second.set()
 
 
 def run_server(config: ServerConfig, engine_arguments: dict[str, Any]) -> int:
@@ -222,21 +193,40 @@ class _Life:
         if not await self._start():
             return 0 if self._signals.first.is_set() else 1
         attachment = self._engine.attachment
-        if attachment is None or attachment.counts_steps:  # of several, one speaks for all
-            began_ns = self._began_ns if attachment is None else attachment.began_ns
+        is_first = attachment is None or attachment.counts_steps
+        if is_first:  # of several, one speaks for all
+            began_ns = self._began_ns
+            if attachment is not None and not attachment.life:  # a replacement began by itself
+                began_ns = attachment.began_ns
             announce(self._state, self._listener, (time.monotonic_ns() - began_ns) / 1e9)
-            if self._state.config.warm_up_structured_outputs:
-                with contextlib.suppress(EngineDeadError):  # `death` tells of it
-                    await self._engine.warm_up_structured_outputs()
         death = asyncio.create_task(self._engine.wait_for_death(), name="death")
         stop = asyncio.create_task(self._signals.first.wait(), name="stop")
-        await asyncio.wait([death, stop], return_when=asyncio.FIRST_COMPLETED)
-        if not stop.done():
-            return await self._outlive(death.result(), stop)
-        self._state.phase = Phase.STOPPING
-        await self._drain()
-        death.cancel()
-        return 0
+        settling = asyncio.create_task(self._settle(is_first), name="settling")
+        try:
+            await asyncio.wait([death, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not stop.done():
+                return await self._outlive(death.result(), stop)
+            self._state.phase = Phase.STOPPING
+            await self._drain()
+            return 0
+        finally:
+            tasks = (death, stop, settling)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _settle(self, is_first: bool) -> None:
+        """Ask other processes for what requests need not wait for, however long they take."""
+        try:
+            await self._state.recording.catch_up()
+            if is_first and self._state.config.warm_up_structured_outputs:
+                await self._engine.warm_up_structured_outputs()
+        except EngineDeadError:  # who waits for the death tells of it
+            logger.debug("the engine died before the server had settled")
+        except Exception:
+            logger.exception(
+                "what is done once the server is ready has failed; it serves all the same"
+            )
 
     async def _start(self) -> bool:
         """Bring the engine up; False if it does not come up, or is not wanted any more."""
@@ -252,7 +242,6 @@ class _Life:
             return False
         error = start.exception()
         if error is None:
-            await self._state.recording.catch_up()
             self._state.phase = Phase.READY
             return True
         self._state.phase = Phase.DEAD
@@ -339,7 +328,7 @@ def _uvicorn_config(state: ServerState, app: FastAPI) -> uvicorn.Config:
     )
     return uvicorn.Config(
         app,
-        http=bounded_protocol(limits, state.observation.refuse),
+        http=bounded_protocol(limits, state.observation.refuse, state.observation.leave),
         ws="none",
         lifespan="off",
         log_config=None,

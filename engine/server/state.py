@@ -6,6 +6,8 @@ Knows when requests are taken. Does not know HTTP's forms.
 import asyncio
 import enum
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -22,6 +24,7 @@ from engine.server.recording import ServerRecording
 if TYPE_CHECKING:
     from engine.server.metrics import MetricsPage
     from engine.server.observe import Observation
+    from engine.server.route_names import RouteNames
 
 
 class Phase(enum.Enum):
@@ -40,13 +43,19 @@ class ServerState:
         observation: what has been seen of requests; `observe` puts it here.
         metrics_page: where scrapes read from; `add_metrics` puts it here.
         control_call: the last call to the engine core that steers it.
-        flight_record_s: when the last flight record was asked for.
+        route_names: of all that is served; `make_app` puts it here.
+        routes_off: those that the settings have turned off.
+        flight_record: the last that was written.
+        flight_record_until_s: until then it is the answer to whoever asks for one.
     """
 
     observation: "Observation"
     metrics_page: "MetricsPage"
     control_call: "asyncio.Task[Any] | None" = None
-    flight_record_s: float | None = None
+    route_names: "Callable[[], RouteNames] | None" = None
+    routes_off: "RouteNames | None" = None
+    flight_record: Path | None = None
+    flight_record_until_s: float = 0.0
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, keys: ApiKeys | None = None) -> None:
         self.engine = engine

@@ -20,7 +20,7 @@ from engine.errors import EngineDeadError
 from engine.frontend.output_stream import RequestStream
 from engine.log import get_logger
 from engine.server.errors import CLIENT_LEFT_STATUS, ApiError, as_api_error
-from engine.server.sampling import field_of, in_api_words
+from engine.server.sampling import in_api_words
 from engine.server.state import Phase, ServerState
 from engine.server.usage import Usage
 from engine.types.outputs import RequestOutput
@@ -168,12 +168,9 @@ class GenerationResponse(Response):
     def _explain(self, error: Exception) -> ApiError:
         if isinstance(error, GenerationError):
             if error.is_clients_fault:
-                return ApiError(
-                    400,
-                    in_api_words(str(error), self._names),
-                    param=field_of(str(error), self._names),
-                    code="generation_refused",
-                )
+                said = in_api_words(str(error), self._names)
+                param, *_ = said.split()  # the core refuses forms alone, and names them first
+                return ApiError(400, said, param=param, code="generation_refused")
             logger.error("the engine could not go on with a request: %s", error)
             return ApiError(500, str(error), code="engine_error")
         if isinstance(error, EngineDeadError) and self._state.phase is Phase.STOPPING:

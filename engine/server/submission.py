@@ -56,22 +56,30 @@ class Origin(NamedTuple):
 
     @contextmanager
     def reserve(
-        self, state: ServerState, num_outputs: int, operation: str, *, prompt: str
+        self,
+        state: ServerState,
+        num_prompts: int,
+        operation: str,
+        *,
+        prompt: str,
+        n: int | None = None,
     ) -> Iterator[Reservation]:
         """Keep room in the queue while the block prepares and sends the request.
 
         Args:
-            num_outputs: prompts, each as often as it has samples.
+            num_prompts: how many there are.
             prompt: the body's name of what prompts are made of.
+            n: samples of each.
 
         Raises:
             ApiError: 400, there never would be room.
             QueueFullError: there is none now.
         """
-        arrived = self.arrived(operation)
+        arrived, num_samples = self.arrived(operation), max(n or 1, 1)
+        param = "n" if num_prompts == 1 and num_samples > 1 else None
         with (
             naming_fields({}, prompt=prompt),
-            state.admission.reserve(max(num_outputs, 1), **arrived) as room,
+            state.admission.reserve(num_prompts * num_samples, param=param, **arrived) as room,
         ):
             yield room
 
@@ -133,7 +141,9 @@ class Submission(NamedTuple):
         raise SamplingParamsError(
             f"max_tokens={asked} and the prompt's {longest} tokens are {asked + longest} together, "
             f"and the context of {context} tokens must hold both. Ask for at most "
-            f"{context - longest}, or shorten the prompt."
+            f"{context - longest}, or shorten the prompt.",
+            param="max_tokens",
+            code="context_length_exceeded",
         )
 
     def _arrived(self) -> dict[str, Any]:

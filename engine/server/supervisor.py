@@ -73,17 +73,25 @@ class Supervisor:
         self._lives: dict[int, int] = dict.fromkeys(range(1, num_frontends + 1), 0)
         self._deaths_s: deque[float] = deque()
         self._exit_codes: list[int] = []
+        self._board: QueueBoard | None = None
         self._is_ready = False
         self._is_stopping = False
 
     async def run(self) -> int:
-        """Serve until a signal, the core's death or too many of the frontends'; the exit code."""
+        """Serve until a signal, the core's death or too many of the frontends'; the exit code.
+
+        Raises:
+            EngineStartError: a frontend's process cannot be started.
+            OSError: the file that the frontends share cannot be made.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 loop.add_signal_handler(number, self._stop)
         ready = loop.run_in_executor(self._threads, self._client.wait_ready)
         try:
+            if self._config.limits_queue:
+                self._board = QueueBoard(self._core.directory, len(self._lives))
             for index in self._lives:
                 self._start(index)
             watching = asyncio.gather(*[self._watch(index) for index in self._lives])
@@ -123,6 +131,7 @@ class Supervisor:
             began_ns=self._began_ns,
             death_fd=self._core.death_read,
             counts_steps=index == 1,
+            life=life,
             run_dir=self._run_dir,
         )
         self._frontends[index] = SpawnedProcess(
@@ -153,9 +162,9 @@ class Supervisor:
                 index,
                 f"killed by signal {-code}" if code < 0 else f"exit code {code}",
             )
+            if self._board is not None:
+                self._board.clear(index)
             try:
-                if self._config.limits_queue:
-                    QueueBoard(self._core.directory, len(self._lives)).clear(index)
                 self._client.detach_client(index)
             except EngineDeadError:
                 self._exit_codes.append(1)

@@ -296,25 +296,16 @@ def test_files_and_stream_over_http(server: ServerProcess) -> None:
                 async with session.get(f"{server.url}/{path}") as answer:
                     assert answer.status == 404, path
         async with aiohttp.ClientSession() as session:
-            answers: list[aiohttp.ClientResponse] = []
-            async with asyncio.timeout(15):
-                while len(answers) < 16:  # those who have left are noticed at the next heartbeat
-                    one = await session.get(f"{server.url}/live/events")
-                    if one.status == 200:
-                        answers.append(one)
-                    else:
-                        await asyncio.sleep(0.2)
-            async with session.get(f"{server.url}/live/events") as refused:
-                assert refused.status == 503
-                assert "Retry-After" in refused.headers
+            answers = [await session.get(f"{server.url}/live/events") for _ in range(17)]
+            assert [one.status for one in answers] == [200] * 16 + [503]
+            assert "Retry-After" in answers[-1].headers
             for one in answers:
                 one.close()
-        async with asyncio.timeout(15), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(5), aiohttp.ClientSession() as session:
             status = 503
             while status != 200:  # those who left have made room
                 async with session.get(f"{server.url}/live/events") as answer:
                     status = answer.status
-                await asyncio.sleep(0.1)
 
     asyncio.run(run())
 
@@ -383,6 +374,50 @@ def test_the_page_says_that_the_engine_has_died(model_flags: tuple[str, ...]) ->
             late = await new_tab()
             await late.open(f"{server.url}/")
             await late.until("window.isinglass?.state.connection === 'ended'")
+
+    in_browser(run)
+
+
+def test_the_page_says_of_whom_nothing_is_heard(server: ServerProcess) -> None:
+    async def run(new_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await new_tab()
+        await tab.open(f"{server.url}/")
+        await tab.until("window.isinglass?.state.connection === 'live'")
+        note = "document.querySelector('#lanes-note').textContent"
+        for silent, words in (("2", "frontend 2,"), ("2, 4", "frontends 2, 4,"), ("", None)):
+            told = f"{{kind: 'delta', now: isinglass.model.now, silent: [{silent}]}}"
+            await tab.evaluate(f"isinglass.model.apply({told})")
+            heard = f"!{note}.includes('nothing is heard')"
+            await tab.until(f"{note}.includes('requests of {words}')" if words else heard)
+
+    in_browser(run)
+
+
+def test_the_page_knows_of_a_recording_whoever_began_it(
+    model_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    async def run(new_tab: Callable[[], Awaitable[Tab]]) -> None:
+        with ServerProcess(*model_flags, f"--trace-dir={tmp_path}") as server:
+            tab = await new_tab()
+            await tab.open(f"{server.url}/")
+            await tab.until("window.isinglass?.state.connection === 'live'")
+            button, note = (f"document.querySelector('#trace{part}')" for part in ("", "-note"))
+            for number in (1, 2):
+                await tab.until(f"{button}.textContent === 'Stop trace'")
+                assert f"recording into {tmp_path}" in await tab.evaluate(f"{note}.title")
+                await tab.evaluate(f"{button}.click()")
+                await tab.until(f"{button}.textContent === 'Record trace'")
+                await tab.until(f"{note}.title.startsWith('recorded in {tmp_path}')")
+                if number == 1:
+                    await tab.evaluate(f"{button}.click()")
+            async with aiohttp.ClientSession() as session:
+                async with session.post(f"{server.url}/start_trace") as answer:
+                    run_dir = (await answer.json())["run_dir"]
+                await tab.until(f"{note}.title === 'recording into {run_dir}'")
+                await tab.resize(400, 800)
+                overflow = "document.documentElement.scrollWidth - innerWidth"
+                assert await tab.evaluate(overflow) <= 0
+            assert tab.complaints() == []
 
     in_browser(run)
 

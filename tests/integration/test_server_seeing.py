@@ -451,8 +451,6 @@ def test_flight_records_come_out(server: ServerProcess) -> None:
     assert path.stat().st_size == summary["num_bytes"]
     assert 0 < len(summary["last_steps"]) <= 32
     assert summary["last_steps"][-1]["label"].startswith("execute_context_")
-    assert CLIENT.post(f"{server.url}/debug/flight").status_code == 429
-    time.sleep(1.0)
     whole = CLIENT.get(f"{server.url}/debug/flight", params={"download": 1}, timeout=30)
     assert whole.content.startswith(b"isinglass journal")
     assert ".journal" in whole.headers["content-disposition"]

@@ -100,12 +100,14 @@ def test_however_a_text_is_cut_the_answer_is_the_same(
 
 @MANY
 @given(text=TEXTS, places=st.lists(st.integers(0, 10_000), max_size=12), named=st.booleans())
-def test_required_answers_are_calls_only(text: str, places: list[int], named: bool) -> None:
+def test_required_answers_are_calls_or_else_all_text(
+    text: str, places: list[int], named: bool
+) -> None:
     def parser() -> ChatOutputParser:
         return ChatOutputParser(NamedCallParser("f") if named else RequiredCallParser(names=NAMES))
 
     whole = parser().parse(text)
-    assert whole.content is None
+    assert whole.content == (None if whole.tool_calls else text or None)
     assert without_ids(parse_all(parser(), cut(text, places))) == without_ids(whole)
     if named:
         assert [call.arguments for call in whole.tool_calls] == [text.strip()]

@@ -5,6 +5,7 @@ Knows messages. Does not know what is tested with them.
 
 import itertools
 import os
+import threading
 from typing import Any
 
 import msgspec
@@ -32,6 +33,8 @@ class PlayedCore:
     def __init__(self) -> None:
         self.stopping = False
         self.is_dead = False
+        self.may_tell_death = threading.Event()
+        self.may_tell_death.set()
         self.failure: EngineCoreFailure | None = None
         self.context = zmq.Context()
         name = f"inproc://core-{next(_NUMBERS)}"
@@ -79,11 +82,9 @@ class PlayedCore:
         self.is_dead = True
         os.close(self._death_write)
 
-    def wait(self, timeout_s: float) -> None:
-        """It has ended when it says so."""
-
     def death(self) -> EngineDeadError:
-        """What its end is called."""
+        """What its end is called; may take as long as the test wants."""
+        assert self.may_tell_death.wait(10)
         return EngineDeadError(f"died: {self.failure and self.failure.message}")
 
     def close(self) -> None:

@@ -473,7 +473,9 @@ def test_recording_can_be_begun_and_ended_any_number_of_times(tmp_path: Path) ->
     assert obs.num_drops() == 0, "what nobody records cannot be lost"
     for attempt in range(3):
         folder = tmp_path / str(attempt)
+        assert not obs.is_recording
         assert obs.start_recording(str(folder))
+        assert obs.is_recording
         assert not obs.start_recording(str(tmp_path / "other")), "one at a time"
         obs.step(a_step(attempt))
         worker.worker_step(WorkerStepRecord(step=attempt, begin_ns=1, end_ns=2))

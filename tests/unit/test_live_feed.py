@@ -6,6 +6,8 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from engine.frontend.output_processor import ProcessedOutputs
 from engine.server.config import ServerConfig
 from engine.server.errors import ApiError
 from engine.server.live import block_watch, routes
+from engine.server.live import feed as feed_module
 from engine.server.live.facts import (
     FIRST_TOKEN_COLUMNS,
     REQUEST_COLUMNS,
@@ -28,7 +31,7 @@ from engine.server.live.facts import (
     Facts,
     counted,
 )
-from engine.server.live.feed import HEARTBEAT_S, MAX_WATCHERS, LiveFeed
+from engine.server.live.feed import HEARTBEAT_S, INTERVAL_S, MAX_WATCHERS, LiveFeed
 from engine.server.live.files import HEADERS, PUBLIC_PATHS, page_files
 from engine.server.live.watcher import MAX_FRAMES, Watcher
 from engine.server.state import Phase
@@ -64,6 +67,7 @@ class FakeEngine:
         self.observer = observer
         self.dead_error: EngineDeadError | None = None
         self.attachment: Any = None
+        self.run_dir: str | None = None
         self.is_running = True
         self.config = SimpleNamespace(
             scheduler=SimpleNamespace(
@@ -83,7 +87,9 @@ class FakeEngine:
             max_model_len=64,
             max_num_batched_tokens=64,
         )
-        self.llm_engine = SimpleNamespace(output_processor=FakeOutputProcessor(), ready=ready)
+        self.llm_engine = SimpleNamespace(
+            output_processor=FakeOutputProcessor(), ready=ready, obs=NULL
+        )
         self.codes = b"\0\0" * 10
         self.num_map_calls = 0
 
@@ -108,6 +114,35 @@ def feed(engine: FakeEngine) -> LiveFeed:
         started_unix_s=int(time.time()),
     )
     return LiveFeed(state)  # type: ignore[arg-type]
+
+
+class FakeTime:
+    """The feed's clock, which moves when it is told to."""
+
+    def __init__(self, feed: LiveFeed) -> None:
+        self._feed, self._now_ns = feed, time.monotonic_ns()
+
+    @classmethod
+    @contextmanager
+    def of(cls, feed: LiveFeed) -> Iterator["FakeTime"]:
+        with pytest.MonkeyPatch.context() as patch:
+            fake = cls(feed)
+            patch.setattr(feed_module, "time", fake)
+            yield fake
+
+    def monotonic_ns(self) -> int:
+        return self._now_ns
+
+    def monotonic(self) -> float:
+        return self._now_ns / 1e9
+
+    async def rounds(self, duration_s: float) -> None:
+        """So long the feed looks around."""
+        for _ in range(round(duration_s / INTERVAL_S)):
+            self._now_ns += int(INTERVAL_S * 1e9)
+            self._feed._round()
+            for _ in range(3):  # a block map comes
+                await asyncio.sleep(0)
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -391,19 +426,21 @@ async def test_the_block_map_is_asked_for_only_while_somebody_watches(
     engine: FakeEngine, feed: LiveFeed
 ) -> None:
     engine.codes = bytes([0, 0, OWNED, 0, OWNED, 0, SHARED, 0, 1, 0])
-    await asyncio.sleep(0.3)
-    assert engine.num_map_calls == 0
-    watcher = feed.join()
-    messages: list[dict[str, Any]] = []
-    async with asyncio.timeout(5):
-        while not any("map" in one and one["map"] for one in messages):
-            messages += messages_of(await feed.next_frames(watcher))
-    (found,) = [one["map"] for one in messages if one.get("map")]
-    assert found == {"runs": [0, 1, OWNED, 2, SHARED, 1, 1, 1], "owners": [3]}
+    assert feed._task is None
+    with FakeTime.of(feed) as fake:
+        watcher = feed.join()
+        await feed.next_frames(watcher)
+        await fake.rounds(0.5)
+        messages = messages_of(await feed.next_frames(watcher))
+        (found,) = [one["map"] for one in messages if one.get("map")]
+        assert found == {"runs": [0, 1, OWNED, 2, SHARED, 1, 1, 1], "owners": [3]}
+        await fake.rounds(8)
+        assert engine.num_map_calls == 1  # no step, no second look
+        feed._blocks.has_stepped = True
+        await fake.rounds(0.2)
+        assert engine.num_map_calls == 2
     feed.leave(watcher)
-    num_calls = engine.num_map_calls
-    await asyncio.sleep(0.7)
-    assert engine.num_map_calls == num_calls == 1  # no step, no second look
+    assert feed._task is None
 
 
 @on_loop
@@ -418,14 +455,15 @@ async def test_a_block_map_that_fails_is_told_once_and_asked_for_later(
     engine.kv_block_map = fail  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_watch.logger, "warning", lambda _, error: told.append(str(error)))
-        watcher = feed.join()
-        await asyncio.sleep(0.5)
-        assert engine.num_map_calls == 1  # and not in every round
-        for num_calls in (1, 2):
-            feed._blocks.due_s, feed._blocks.has_stepped = 0.0, True
-            async with asyncio.timeout(5):
-                while engine.num_map_calls == num_calls:
-                    await asyncio.sleep(0.01)
+        with FakeTime.of(feed) as fake:
+            watcher = feed.join()
+            for num_calls in (1, 2, 3):
+                feed._blocks.has_stepped = True
+                await fake.rounds(0.5)
+                feed._blocks.has_stepped = True
+                await fake.rounds(8)
+                assert engine.num_map_calls == num_calls  # and not in every round
+                await fake.rounds(2)
         assert told == ["no map today"]
     assert not watcher.is_closed
     feed.leave(watcher)
@@ -478,12 +516,54 @@ async def test_an_engine_that_starts_later_gets_a_second_snapshot(
 
 @on_loop
 async def test_silence_is_broken_by_a_heartbeat(engine: FakeEngine, feed: LiveFeed) -> None:
+    with FakeTime.of(feed) as fake:
+        watcher = feed.join()
+        await feed.next_frames(watcher)
+        await fake.rounds(HEARTBEAT_S)
+        messages_of(await feed.next_frames(watcher))
+        await fake.rounds(HEARTBEAT_S + INTERVAL_S)
+        (beat,) = messages_of(await feed.next_frames(watcher))
+        assert set(beat) == {"kind", "now"}
+    feed.leave(watcher)
+
+
+@on_loop
+async def test_another_frontend_hears_a_heartbeat_while_only_steps_are_told(
+    engine: FakeEngine, feed: LiveFeed
+) -> None:
+    assert engine.observer is not None
+    rng, watcher, follower = random.Random(4), feed.join(), feed.tell_other()
+    assert json.loads(await anext(follower))["kind"] == "snapshot"
+    heard_s = []
+    with FakeTime.of(feed) as fake:
+        (ears,) = feed._followers
+        for number in range(round(4 * HEARTBEAT_S / INTERVAL_S)):
+            record, worker = random_step(rng, number)
+            told = EngineCoreOutputs(step=record, worker_step=worker)
+            engine.observer.observe(told, ProcessedOutputs())
+            await fake.rounds(INTERVAL_S)
+            await feed.next_frames(watcher)
+            if ears.take():
+                heard_s.append(fake.monotonic())
+    assert 3 <= len(heard_s) <= 4
+    assert all(later_s - s < HEARTBEAT_S + 2 * INTERVAL_S for s, later_s in pairwise(heard_s))
+    await follower.aclose()
+    feed.leave(watcher)
+
+
+@on_loop
+async def test_a_recording_is_told_of_whoever_began_it(engine: FakeEngine, feed: LiveFeed) -> None:
+    obs = engine.llm_engine.obs = SimpleNamespace(is_recording=True)
+    engine.run_dir = "runs/run-1"  # --trace-dir
     watcher = feed.join()
-    await feed.next_frames(watcher)
-    async with asyncio.timeout(HEARTBEAT_S + 2):
-        messages = messages_of(await feed.next_frames(watcher))
-        while set(messages[-1]) != {"kind", "now"}:
-            messages = messages_of(await feed.next_frames(watcher))
+    (snapshot,) = messages_of(await feed.next_frames(watcher))
+    assert snapshot["recording"] == "runs/run-1"
+    for is_recording in (False, True):
+        obs.is_recording, engine.run_dir = is_recording, "runs/run-2"
+        feed._flush()
+        feed._flush()
+        told = [one for one in messages_of(await feed.next_frames(watcher)) if "recording" in one]
+        assert [one["recording"] for one in told] == ["runs/run-2" if is_recording else None]
     feed.leave(watcher)
 
 

@@ -356,6 +356,18 @@ def test_intervals_add_up_to_the_whole(tokenizer: Tokenizer) -> None:
     assert (timeline.parent_id, timeline.traceparent) == (None, "00-1-2-01")
 
 
+def test_until_the_core_tells_more_a_constrained_request_may_wait_for_its_grammar() -> None:
+    core = Core(None)
+    core.add("free")
+    (core_id,) = core.add("bound", structured_outputs={"regex": "a"})
+    (free,) = core.processor.unfinished_timelines("free")
+    (bound,) = core.processor.unfinished_timelines("bound")
+    assert (free.grammar_ready_ns, bound.grammar_ready_ns) == (0, bound.end_ns)
+    core.send(EngineCoreOutput(core_id, [5], times=core.times(grammar_ready_ns=200)))
+    (bound,) = core.processor.unfinished_timelines("bound")
+    assert bound.grammar_ready_ns == 200
+
+
 def test_a_stop_string_behind_a_preemption_knows_of_it(tokenizer: Tokenizer) -> None:
     core = Core(tokenizer)
     (core_id,) = core.add(stop="X")

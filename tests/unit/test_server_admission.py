@@ -1,5 +1,6 @@
 """How much may wait for the engine: what is counted, who is refused, and what they are told."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from instrumentation import AdmissionStop, PrefixMiss, StepRecord
 from instrumentation.step_records import Admission as Admitted
 
 SECOND = 10**9
+STEPS = itertools.count(1)
 
 
 class Clock:
@@ -75,7 +77,12 @@ def make_admission(
 def step(num_running: int, stop: AdmissionStop = AdmissionStop.NONE, **fields: Any) -> StepRecord:
     """A step as far as the counter reads it."""
     return StepRecord(
-        step=1, begin_ns=1, end_ns=2, num_running=num_running, admission_stop=stop, **fields
+        step=next(STEPS),
+        begin_ns=1,
+        end_ns=2,
+        num_running=num_running,
+        admission_stop=stop,
+        **fields,
     )
 
 
@@ -299,11 +306,47 @@ def test_limits_hold_for_all_frontends_together(tmp_path: Path) -> None:
         with one.reserve(2):
             pass
     assert (one.num_reserved, two.num_reserved) == (0, 0)
-    # Its process has gone: whoever takes its place finds nothing of it.
-    again, _, _, _ = make_admission(directory=tmp_path, index=2, max_num_queued_reqs=4)
-    assert again.num_reserved == 0
-    assert QueueBoard(str(tmp_path), 2).others(1) == (0, 0)
     assert queue_one.num_requests == 0
+
+
+def test_what_a_step_admits_counts_though_only_another_frontend_has_heard_of_it(
+    tmp_path: Path,
+) -> None:
+    settings = {"max_num_seqs": 4, "budget": 100, "directory": tmp_path}
+    limits = {"max_num_queued_reqs": 4, "max_num_queued_tokens": 50}
+    one, queue_one, _, _ = make_admission(**settings, **limits)
+    two, queue_two, _, _ = make_admission(**settings, **limits, index=2)
+    for admission in (one, two):
+        admission.check_requests(1, {})  # both look
+    for number in range(8):
+        queue_one.add(number, 10)
+
+    def refuses(admission: Admission) -> bool:
+        try:
+            admission.check_requests(1, {})
+        except QueueFullError:
+            return True
+        return False
+
+    assert refuses(two)
+    admitted = [Admitted(number, 10, 0, False, PrefixMiss.NONE) for number in range(4)]
+    done = step(4, AdmissionStop.MAX_NUM_SEQS, token_budget_left=60, admissions=admitted)
+    queue_one.observe_step(done)
+    assert QueueBoard(str(tmp_path), 2).others(2) == (4, 40)
+    assert refuses(two)
+    with pytest.raises(QueueFullError):
+        two.check_tokens(11, {})
+    # It hears of an earlier step only now, and then of this one.
+    queue_two.observe_step(StepRecord(step=done.step - 1, begin_ns=1, end_ns=2))
+    queue_two.observe_idle()
+    assert refuses(two)
+    queue_two.observe_step(done)
+    assert refuses(two)
+    queue_two.observe_idle()  # and two hears first that all have ended
+    queue_one.remove(range(4, 8))
+    assert not refuses(one)
+    with one.reserve(8):
+        assert refuses(two)
 
 
 def test_the_answer_counts_on_what_leaves_at_all_frontends(tmp_path: Path) -> None:
@@ -311,7 +354,7 @@ def test_the_answer_counts_on_what_leaves_at_all_frontends(tmp_path: Path) -> No
     one, queue, clock, _ = make_admission(directory=tmp_path, max_num_queued_reqs=10)
     two, other, _, _ = make_admission(directory=tmp_path, index=2, max_num_queued_reqs=10)
     for admission in (one, two):
-        assert admission._queue.shown is not None
+        admission._look()  # which has it shown
     for number in range(30):
         queue.add(number, 1)
     for number in range(20):

@@ -94,7 +94,9 @@ def test_the_address_is_that_of_the_listener(listener: socket.socket, tmp_path: 
     path = str(tmp_path / "server.sock")
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(path)
-        assert ready_facts(make_state(), one, 0.0)["address"] == f"unix:{path}"  # type: ignore[arg-type]
+        facts = ready_facts(make_state(), one, 0.0)  # type: ignore[arg-type]
+    assert facts["address"] == f"unix:{path}"
+    assert (facts["live page"], facts["metrics"]) == ("/", "/metrics")
 
 
 class Terminal(io.StringIO):

@@ -6,7 +6,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,12 +50,13 @@ def serving(**settings: Any) -> Iterator[tuple[str, int]]:
         head_timeout_s=TIMEOUT_S,
         max_connections=settings.pop("max_connections", None),
     )
-    app, refused = settings.pop("app", application), settings.pop("refused", None)
+    app = settings.pop("app", application)
+    refused, left = settings.pop("refused", None), settings.pop("left", None)
     state = make_state(max_header_bytes=MAX_HEAD, max_body_bytes=1 << 16, **settings)
     server = uvicorn.Server(
         uvicorn.Config(
             GuardMiddleware(app, state=state),
-            http=bounded_protocol(limits, refused),
+            http=bounded_protocol(limits, refused, left),
             loop="uvloop",
             ws="none",
             lifespan="off",
@@ -91,13 +92,6 @@ def receive_all(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         received += b"<reset>"
     return received
-
-
-def wait_until(is_so: Callable[[], bool], within_s: float = 5.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
@@ -193,6 +187,7 @@ def test_what_is_not_http_gets_an_error_of_the_usual_form(address: tuple[str, in
             connection.shutdown(socket.SHUT_WR)
             ((status, answer),) = answers_of(receive_all(connection))
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert answer["error"]["code"] == "bad_request"
 
 
 def test_a_refused_body_leaves_the_connection_usable(address: tuple[str, int]) -> None:
@@ -339,23 +334,6 @@ def test_what_cannot_be_read_yet_is_not_late() -> None:
     assert [status for status, _ in answers] == [200] * 3
 
 
-def test_a_client_that_leaves_its_pipeline_is_noticed_by_the_one_that_runs() -> None:
-    left: list[str] = []
-
-    async def wait(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        left.append(scope["path"])
-
-    with serving(app=wait) as address:
-        with connect(address) as connection:
-            connection.sendall(b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\n")
-            time.sleep(0.1)
-        wait_until(lambda: bool(left))
-        time.sleep(0.1)
-        assert left == ["/1"]
-
-
 def test_too_many_connections_are_told_so_and_the_others_go_on() -> None:
     with serving(max_connections=3) as address:
         held = [connect(address) for _ in range(3)]
@@ -436,73 +414,49 @@ def test_old_clients_keep_their_connection_if_they_say_so(address: tuple[str, in
     assert answers_of(received) == [(200, {"length": 0})]
 
 
-# -- closed halfway --------------------------------------------------------------------------------
+# -- leaving ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-def test_who_closes_one_side_gets_what_was_asked_for(
-    address: tuple[str, int], version: bytes
-) -> None:
-    for path, times in ((b"/early", 1), (b"/slow", 1), (b"/early", 40)):
-        number = times if version == b"1.1" else 1
-        with connect(address) as connection:
-            connection.sendall(
-                b"POST %s HTTP/%s\r\ncontent-length: 0\r\n\r\n" % (path, version) * number
-            )
-            connection.shutdown(socket.SHUT_WR)
-            received = receive_all(connection)
-        answers = answers_of(received.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b""))
-        assert answers == [(200, {"length": 0})] * number
-        if version == b"1.0":
-            assert b" 100 " not in received
+@pytest.mark.parametrize("closes_both_sides", [True, False])
+def test_who_closes_its_side_has_left(version: bytes, closes_both_sides: bool) -> None:
+    left = threading.Event()
 
-
-def waiting(left: list[float], version: str) -> Any:
-    """An application that answers after a while, unless its client leaves."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        assert scope["http_version"] == version
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
         assert (await receive())["type"] == "http.request"
-        try:
-            async with asyncio.timeout(0.4):
-                assert (await receive())["type"] == "http.disconnect"
-                left.append(time.monotonic())
-        except TimeoutError:
-            await streaming(scope, receive, send)
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
 
-    return app
-
-
-def test_who_has_gone_is_noticed_all_the_same() -> None:
-    left: list[float] = []
-    for version in ("1.1", "1.0"):
-        with serving(app=waiting(left, version)) as address:
-            for _ in range(3):
-                left.clear()
-                with connect(address) as connection:
-                    connection.sendall(b"GET / HTTP/%s\r\n\r\n" % version.encode())
-                    time.sleep(0.05)
-                began = time.monotonic()
-                wait_until(lambda: bool(left))
-                assert left[0] - began < 0.2
+    with serving(app=wait) as address, connect(address) as connection:
+        connection.sendall(b"GET / HTTP/%s\r\n\r\n" % version)
+        if closes_both_sides:
+            connection.close()
+        else:
+            connection.shutdown(socket.SHUT_WR)
+            assert receive_all(connection) == b""
+        assert left.wait(5)
 
 
-def test_who_waits_for_the_end_of_an_old_client_is_told_of_it() -> None:
-    """Nothing can be sent to it to find out whether it is there."""
-    left: list[float] = []
-    with serving(app=waiting(left, "1.0")) as address, connect(address) as connection:
-        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        connection.shutdown(socket.SHUT_WR)
-        wait_until(lambda: bool(left))
+def test_who_leaves_is_noticed_by_the_request_that_runs_and_counted_for_the_others() -> None:
+    runs, is_told = threading.Event(), threading.Event()
+    told: list[str] = []
+    queued: list[Any] = []
 
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        runs.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        told.append(scope["path"])
+        is_told.set()
 
-def test_half_a_request_of_a_closed_side_is_not_waited_for(address: tuple[str, int]) -> None:
-    with connect(address) as connection:
-        connection.sendall(b"POST / HTTP/1.1\r\ncontent-length: 10\r\n\r\nhalf")
-        connection.shutdown(socket.SHUT_WR)
-        began = time.monotonic()
-        assert receive_all(connection) == b""
-        assert time.monotonic() - began < TIMEOUT_S / 2
+    with serving(app=wait, left=queued.append) as address:
+        with connect(address) as connection:
+            requests = b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\n"
+            connection.sendall(requests + b"POST /3 HTTP/1.1\r\ncontent-length: 9\r\n\r\nhalf")
+            assert runs.wait(5)
+        assert is_told.wait(5)
+    assert told == ["/1"]
+    assert [(one["method"], one["path"]) for one in queued] == [("GET", "/2"), ("POST", "/3")]
 
 
 # -- what is told of refusals ----------------------------------------------------------------------
@@ -540,10 +494,18 @@ def test_each_refusal_is_told_once() -> None:
 def test_a_body_that_is_none_ends_its_request() -> None:
     """It has arrived, and is counted by who serves it: no refusal is told besides."""
     told: list[Any] = []
-    with serving(refused=lambda *one: told.append(one)) as address, connect(address) as connection:
+    states: list[Any] = []
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["type"] == "http.disconnect"
+        states.append(scope["state"])
+
+    settings = {"app": read, "refused": lambda *one: told.append(one)}
+    with serving(**settings) as address, connect(address) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nnonsense")
         assert answers_of(receive_all(connection))[0][0] == 400
     assert not told
+    assert states == [{"answered": 400}]
 
 
 def test_what_stands_behind_a_body_has_a_largest_size(address: tuple[str, int]) -> None:
@@ -584,6 +546,28 @@ def test_an_upgrade_that_is_not_granted_takes_no_body_away(
             time.sleep(0.002)
         answers = answers_of(receive_all(connection))
     assert answers == [(200, {"length": number}) for number in (5, 2, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("version", "connection_header", "is_kept"),
+    [
+        ("1.1", "close, Upgrade", False),
+        ("1.0", "Upgrade", False),
+        ("1.0", "keep-alive, Upgrade", True),
+    ],
+)
+def test_an_upgrade_on_a_connection_that_is_to_close(
+    address: tuple[str, int], version: str, connection_header: str, is_kept: bool
+) -> None:
+    with connect(address) as connection:
+        connection.sendall(
+            f"POST /1 HTTP/{version}\r\nhost: x\r\nConnection: {connection_header}\r\n"
+            "Upgrade: h2c\r\ncontent-length: 5\r\n\r\nhello".encode()
+        )
+        if is_kept:
+            connection.sendall(b"GET /2 HTTP/1.0\r\n\r\n")
+        answers = answers_of(receive_all(connection))
+    assert answers == [(200, {"length": 5})] + [(200, {"length": 0})] * is_kept
 
 
 def test_a_tunnel_is_refused(address: tuple[str, int]) -> None:

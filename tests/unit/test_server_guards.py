@@ -167,6 +167,8 @@ def test_paths_below_a_proxys_prefix_are_those_that_routes_know() -> None:
     assert route_path({"path": "/api/health", "root_path": "/api"}) == "/health"
     assert route_path({"path": "/health", "root_path": ""}) == "/health"
     assert route_path({"path": "/api", "root_path": "/api"}) == "/"
+    assert route_path({"path": "/apix/health", "root_path": "/api"}) == "/apix/health"
+    assert route_path({"path": "/api//health", "root_path": "/api/"}) == "/health"
 
 
 def test_every_key_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:

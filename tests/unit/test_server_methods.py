@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -117,6 +118,33 @@ def test_what_routes_share_is_in_one_place(app: FastAPI) -> None:
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "GET"])
 def test_a_path_that_is_not_there_stays_so(method: str, app: FastAPI) -> None:
     assert ask(app, method, "/nothing")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/completions", "there is no route GET /completions; did you mean /v1/completions?"),
+        ("/v1/chat/completion", "; did you mean /v1/chat/completions?"),
+        ("/debug/request", "; did you mean /debug/requests?"),
+        ("/" + "x" * 5000, "xxxx"),
+    ],
+)
+def test_a_path_that_is_not_there_is_named_with_the_nearest(
+    path: str, said: str, app: FastAPI
+) -> None:
+    status, _, body = ask(app, "GET", path)
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (404, "route_not_found")
+    assert error["message"].endswith(said)
+    assert len(error["message"]) < 400
+
+
+def test_routes_that_are_turned_off_say_so() -> None:
+    app = make_app(ServerState(AsyncLLM(), ServerConfig(enable_debug_routes=False)))
+    for path in ("/debug/requests", "/debug/requests/one", "/start_trace"):
+        status, _, body = ask(app, "GET", path)
+        assert status == 404
+        assert b"--no-enable-debug-routes" in body
 
 
 def test_they_are_counted_under_their_own_names(app: FastAPI) -> None:

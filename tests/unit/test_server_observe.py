@@ -5,16 +5,21 @@ import asyncio
 import json
 import logging
 import re
+import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
 
 from engine.frontend.request_tracer import RequestTracer
 from engine.log import JsonFormatter, get_logger
+from engine.server import loop_watch
 from engine.server.config import ServerConfig
 from engine.server.errors import ApiError, add_error_handlers
+from engine.server.exchange import shown_path
 from engine.server.observe import NUM_REMEMBERED, Observation, ObserveMiddleware, observe
 from engine.server.route_names import RouteNames
 from engine.server.state import Phase
@@ -99,16 +104,13 @@ def answer(status: int = 200, *parts: bytes) -> Callable[..., Awaitable[None]]:
 
 def watched(app: Any, **settings: Any) -> tuple[ObserveMiddleware, Observation, FakeState]:
     state = FakeState(**settings)
-    observation = Observation(state)  # type: ignore[arg-type]
     routes = FastAPI(openapi_url=None)
     for path in ("/x", "/health", "/metrics"):
         routes.add_api_route(path, lambda: None, methods=["GET"])
     routes.add_api_route("/v1/completions", lambda: None, methods=["POST"])
+    observation = Observation(state, lambda: RouteNames(routes.routes))  # type: ignore[arg-type]
     middleware = ObserveMiddleware(
-        app,
-        observation,
-        names=lambda: RouteNames(routes.routes),
-        shows_ids=state.config.enable_request_id_headers,
+        app, observation, shows_ids=state.config.enable_request_id_headers
     )
     return middleware, observation, state
 
@@ -281,6 +283,26 @@ def test_a_refusal_has_its_reason(status: int, phase: Phase, reason: str) -> Non
         check_identity(metrics)
 
     asyncio.run(run())
+
+
+def test_a_wrong_method_at_a_probe_is_the_clients_error() -> None:
+    async def run() -> None:
+        middleware, observation, _ = watched(answer(405))
+        await Client("/health", "POST").call(middleware)
+        outcomes = values(observation.metrics, "http_request_outcomes_total", "outcome")
+        assert outcomes == {"client_error": 1}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("root", ["", "/api", "/api/"])
+def test_the_path_that_is_shown_is_what_was_asked_for(root: str) -> None:
+    """Not what a proxy has taken off, which ASGI has in front of it."""
+    for asked in ("/v1/completions", "/api/x", "/a%20b", "*"):
+        path = root + urllib.parse.unquote(asked)
+        scope = {"path": path, "raw_path": (root + asked).encode(), "root_path": root}
+        assert shown_path(scope) == asked
+        assert shown_path({"path": path, "root_path": root}) == asked.replace("*", "%2A")
 
 
 def test_random_traffic_adds_up() -> None:
@@ -456,9 +478,9 @@ def test_a_stream_is_counted_as_it_goes() -> None:
 def test_durations_come_from_the_clock_and_carry_the_trace() -> None:
     now_ns = 5_000_000_000
     state = FakeState()
-    observation = Observation(state, clock=lambda: now_ns)  # type: ignore[arg-type]
+    observation = Observation(state, lambda: RouteNames(()), clock=lambda: now_ns)  # type: ignore[arg-type]
     scope = Client(traceparent=TRACEPARENT).scope
-    exchange = observation.begin(scope, route="/x", method_label="GET")
+    exchange = observation.begin(scope)
     exchange.status, exchange.is_complete, exchange.first_byte_ns = 200, True, now_ns + 250_000_000
     now_ns += 700_000_000
     observation.end(exchange, None)
@@ -484,13 +506,32 @@ def test_a_blocked_loop_shows_while_it_is_blocked() -> None:
     assert values(metrics, "frontend_event_loop_lag_seconds") == 3
 
 
-def test_the_loop_is_sampled() -> None:
+def test_the_loop_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = 10**9
+    monkeypatch.setattr(loop_watch, "time", SimpleNamespace(monotonic_ns=lambda: now_ns))
+    timers: list[tuple[float, Callable[[], None]]] = []
+
     async def run() -> None:
+        nonlocal now_ns
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_later", lambda *timer: timers.append(timer))
         middleware, observation, _ = watched(answer())
         await Client().call(middleware)
         await Client().call(middleware)
-        await asyncio.sleep(0.6)
+        for lag_ns in (1_000_000, 30_000_000):
+            ((delay_s, sample),) = timers
+            timers.clear()
+            now_ns += round(delay_s * 1e9) + lag_ns
+            sample()
+        assert len(timers) == 1
         assert values(observation.metrics, "frontend_event_loop_lag_seconds") == 2
+        (lags,) = [
+            one
+            for one in observation.metrics.snapshot()
+            if one.name == "isinglass_frontend_event_loop_lag_seconds"
+        ]
+        assert isinstance(lags, Histogram)
+        assert lags.sum == pytest.approx(0.031)
         assert values(observation.metrics, "frontend_open_file_descriptors") > 2
         assert values(observation.metrics, "frontend_resident_memory_bytes") > 1 << 20
         assert values(observation.metrics, "frontend_cpu_seconds_total") > 0
@@ -583,7 +624,7 @@ def make_app() -> tuple[FastAPI, Observation]:
     async def refuses() -> None:
         raise ApiError(429, "no room")
 
-    return app, observe(app, FakeState())  # type: ignore[arg-type]
+    return app, observe(app, FakeState(), lambda: RouteNames(app.routes))  # type: ignore[arg-type]
 
 
 def test_it_is_outside_of_the_answer_to_errors() -> None:
@@ -628,7 +669,7 @@ def test_other_scopes_pass() -> None:
 
 
 def test_nobody_is_traced_before_the_engine_has_started() -> None:
-    observation = Observation(FakeState())  # type: ignore[arg-type]
+    observation = Observation(FakeState(), lambda: RouteNames(()))  # type: ignore[arg-type]
     assert type(observation.tracer) is RequestTracer
 
 
@@ -649,7 +690,7 @@ def test_what_never_became_a_request_has_an_outcome_too(
 ) -> None:
     state = FakeState()
     state.phase = Phase.STARTING
-    observation = Observation(state)  # type: ignore[arg-type]
+    observation = Observation(state, lambda: RouteNames(()))  # type: ignore[arg-type]
     observation.refuse(error, ("10.0.0.7", 4711))
     metrics = observation.metrics
     check_identity(metrics)
@@ -660,3 +701,42 @@ def test_what_never_became_a_request_has_an_outcome_too(
     assert values(metrics, "http_requests_refused_total", "reason") == reasons
     (line,) = access_lines
     assert line.getMessage().startswith(f'10.0.0.7 "- -" {error.status} {reason or outcome}, ')
+
+
+# -- what the connection knows better --------------------------------------------------------------
+
+
+async def breaks_off(scope: Any, receive: Any, send: Any) -> None:
+    """Its body is none, and the connection says so itself."""
+    scope["state"]["answered"] = 400
+    assert (await receive())["type"] == "http.disconnect"
+    raise ClientDisconnect
+
+
+def test_a_body_that_is_none_is_the_answer_that_its_client_got() -> None:
+    async def run() -> None:
+        middleware, observation, _ = watched(breaks_off)
+        client = Client("/v1/completions", "POST")
+        client.leave()
+        with pytest.raises(ClientDisconnect):
+            await client.call(middleware)
+        metrics = observation.metrics
+        check_identity(metrics)
+        assert values(metrics, "http_request_outcomes_total", "outcome") == {"client_error": 1}
+        assert values(metrics, "http_requests_total", "status") == {"400": 1}
+
+    asyncio.run(run())
+
+
+def test_a_request_that_was_left_in_its_pipeline_has_an_outcome(
+    access_lines: list[logging.LogRecord],
+) -> None:
+    _, observation, _ = watched(answer())
+    observation.leave(Client("/v1/completions", "POST").scope)
+    check_identity(observation.metrics)
+    assert values(observation.metrics, "http_request_outcomes_total", "outcome") == {
+        "disconnected": 1
+    }
+    assert values(observation.metrics, "http_requests_total", "route") == {"/v1/completions": 1}
+    (line,) = access_lines
+    assert '"POST /v1/completions" 499 disconnected' in line.getMessage()

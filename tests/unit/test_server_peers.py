@@ -5,18 +5,20 @@ import asyncio
 import contextlib
 import itertools
 import json
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 
 from engine.config import EngineConfig
-from engine.errors import IsinglassError
+from engine.errors import EngineDeadError, IsinglassError
 from engine.frontend.observer import make_observer
 from engine.server import control, debug, peers
 from engine.server.config import ServerConfig
@@ -26,6 +28,7 @@ from engine.server.live.facts import REQUEST_COLUMNS
 from engine.server.live.feed import LiveFeed
 from engine.server.observe import observe
 from engine.server.peers import PeerError, Peers
+from engine.server.route_names import RouteNames
 from engine.server.state import Phase, ServerState
 from engine.types.attachment import CoreAttachment
 from instrumentation import NULL, ObservabilityConfig, RequestTimeline
@@ -131,7 +134,7 @@ class Frontend:
         self.app = FastAPI()
         self.app.state.server = self.state
         add_error_handlers(self.app)
-        observation = observe(self.app, self.state)
+        observation = observe(self.app, self.state, lambda: RouteNames(self.app.routes))
         self.app.include_router(control.router)
         self.app.include_router(debug.router)
         debug.answer_peers(self.peers, self.state, observation)
@@ -165,6 +168,15 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         asyncio.run(asyncio.wait_for(test(tmp_path), 20))
 
     return run
+
+
+@contextlib.contextmanager
+def errors_of_ours() -> Iterator[list[BaseException]]:
+    """What has been logged as a failure of a frontend's own."""
+    errors: list[BaseException] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers.logger, "exception", lambda *_: errors.append(sys.exc_info()[1]))
+        yield errors
 
 
 # -- the way ---------------------------------------------------------------------------------------
@@ -209,7 +221,7 @@ async def test_a_follower_hears_all_until_either_side_leaves(folder: Path) -> No
     me, other = Peers(str(folder), 1, 2), Peers(str(folder), 2, 2)
     left = asyncio.Event()
 
-    async def count(first: int) -> AsyncIterator[int]:
+    async def count(first: int) -> AsyncGenerator[int, None]:
         try:
             for number in range(first, first + 3):
                 yield number
@@ -230,6 +242,49 @@ async def test_a_follower_hears_all_until_either_side_leaves(folder: Path) -> No
             pass
     with pytest.raises(PeerError):
         await anext(me.follow(2, "count", 1))
+
+
+@on_loop
+async def test_what_fails_in_a_teller_is_logged_and_ends_its_telling(folder: Path) -> None:
+    me, other = Peers(str(folder), 1, 2), Peers(str(folder), 2, 2)
+    ended = []
+
+    async def fail(at: int) -> AsyncGenerator[Any, None]:
+        try:
+            yield 0
+            if at == 1:
+                raise KeyError("ours")
+            yield object()  # which cannot be sent
+        finally:
+            ended.append(at)
+
+    other.tellers["fail"] = fail
+    await other.start()
+    for at, error in ((1, KeyError), (2, TypeError)):
+        with errors_of_ours() as logged:
+            numbers = me.follow(2, "fail", at)
+            assert await anext(numbers) == 0
+            with pytest.raises(PeerError):
+                await anext(numbers)
+        assert [type(one) for one in logged] == [error]
+    assert ended == [1, 2]
+    await other.close()
+
+
+@on_loop
+async def test_an_answer_that_cannot_be_sent_is_none(folder: Path) -> None:
+    async def answer() -> Any:
+        return object()
+
+    me, other = Peers(str(folder), 1, 2), Peers(str(folder), 2, 2)
+    other.answerers["answer"] = answer
+    await other.start()
+    with errors_of_ours() as logged:
+        with pytest.raises(PeerError, match="TypeError"):
+            await me._ask_one(2, ["answer"], 2)
+        assert (await me.ask("answer")).silent == (2,)
+    assert [type(one) for one in logged] == [TypeError, TypeError]
+    await other.close()
 
 
 @on_loop
@@ -288,6 +343,10 @@ async def test_a_request_is_found_wherever_it_is(folder: Path) -> None:
             unknown = await asked.ask("GET", "/debug/requests/nobody")
             assert unknown.status_code == 404
             assert "not answered" not in unknown.text
+            assert "died" not in unknown.text
+        two.engine.attachment = msgspec.structs.replace(two.engine.attachment, life=1)
+        unknown = await one.ask("GET", "/debug/requests/nobody")
+        assert "What frontend 2 knew before it died" in unknown.json()["error"]["message"]
 
 
 @on_loop
@@ -325,7 +384,33 @@ async def test_a_frontend_that_hangs_holds_nobody_up_for_long(folder: Path) -> N
                 assert (answer.status_code, answer.json()["frontends"]["silent"]) == (200, [2])
 
 
+@on_loop
+async def test_of_too_many_requests_those_that_wait_longest_are_listed(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(debug, "MAX_LISTED", 3)
+        async with frontends(folder, 2, 2) as (one, two):
+            for number in range(8):
+                (one, two)[number % 2].engine.begin(f"running-{number}")
+            listed = (await one.ask("GET", "/debug/requests")).json()
+            assert [o["id"] for o in listed["unfinished"]] == [f"running-{n}" for n in range(3)]
+
+
 # -- recordings ------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_a_recording_ends_everywhere_though_the_core_is_dead(folder: Path) -> None:
+    async with frontends(folder, 2, 2) as (one, two):
+        await one.ask("POST", "/start_trace")
+
+        async def fail() -> None:
+            raise EngineDeadError("gone")
+
+        one.engine.stop_trace = fail  # type: ignore[assignment,method-assign]
+        with pytest.raises(EngineDeadError):
+            await one.state.recording.stop()
+        assert not two.engine.is_recording
+        assert (one.state.recording.run_dir, two.state.recording.run_dir) == (None, None)
 
 
 @on_loop
@@ -371,6 +456,24 @@ async def test_whoever_comes_up_later_does_as_the_others_do(folder: Path) -> Non
         await again.state.recording.catch_up()
         assert not again.engine.is_recording
         await again.peers.close()
+
+
+@on_loop
+async def test_what_others_said_before_a_recording_began_does_not_end_it(folder: Path) -> None:
+    async with frontends(folder, 2, 2) as (one, two):
+        answered, begun = asyncio.Event(), asyncio.Event()
+
+        async def nothing() -> None:
+            answered.set()
+            await begun.wait()
+
+        two.peers.answerers["recording"] = nothing
+        catching_up = asyncio.create_task(one.state.recording.catch_up())
+        await answered.wait()
+        await one.ask("POST", "/start_trace")
+        begun.set()
+        await catching_up
+        assert one.engine.is_recording
 
 
 # -- the live view ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Bodies of the OpenAI routes: what is accepted, and which `SamplingParams` come of it."""
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from engine.api.chat import template_variables
-from engine.errors import PromptError, QueueFullError, TokenizerError
+from engine.errors import (
+    ConfigError,
+    PromptError,
+    QueueFullError,
+    RequestError,
+    SamplingParamsError,
+    TokenizerError,
+)
 from engine.frontend.chat_template import check_messages
 from engine.server.completions import completion_params
 from engine.server.errors import ApiError
@@ -20,6 +28,7 @@ from engine.server.protocol.tokenize import TokenizeRequest
 from engine.server.sampling import SAME_NAME, make_params, naming_fields, wanted_form
 from engine.types.logprobs import Logprob
 from engine.types.sampling import RequestOutputKind, SamplingParams
+from engine.types.structured_outputs import StructuredOutputsParams
 
 DEFAULTS = SamplingParams(temperature=0.6, top_k=20)
 GIVEN: dict[str, Any] = {
@@ -141,21 +150,52 @@ def test_forms_of_output() -> None:
         form(guided_regex="a", response_format={"type": "json_object"})
 
 
+def test_bodies_of_the_other_route_are_sent_there() -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(ValidationError, match="messages go to /v1/chat/completions"):
+        CompletionRequest.model_validate(chat)
+    with pytest.raises(ValidationError, match="a prompt goes to /v1/completions"):
+        ChatCompletionRequest.model_validate({"prompt": "a"})
+    CompletionRequest.model_validate(chat | {"prompt": "a"})
+
+
+@pytest.mark.parametrize("kind", ["regex", "choice", "grammar", "structural_tag"])
+def test_a_format_without_its_value_is_told_of_one_that_is_taken(kind: str) -> None:
+    wrong = {"type": kind, kind: "x", "pattern": "x"}
+    with pytest.raises(ApiError, match=r"needs .* and nothing else, such as ") as caught:
+        wanted_form(CompletionRequest(prompt="a", response_format=wrong))
+    example = json.loads(caught.value.message.partition(", such as ")[2].replace("{…}", "{}"))
+    form = wanted_form(CompletionRequest(prompt="a", response_format=example))[1]
+    assert form == {kind: example[kind]}
+    if kind != "structural_tag":
+        StructuredOutputsParams.from_any(form)
+
+
+def test_no_tokens_may_be_asked_for_with_echo_only(engine: Any) -> None:
+    body = CompletionRequest(prompt="a", max_tokens=0)
+    with pytest.raises(ApiError, match="or 0 with echo") as caught:
+        completion_params(body, engine)
+    assert caught.value.param == "max_tokens"
+    assert completion_params(body.model_copy(update={"echo": True}), engine)[1].max_tokens == 1
+
+
 def test_errors_of_the_engine_name_the_bodys_field(engine: Any) -> None:
     body = CompletionRequest(prompt="a", top_p=5.0)
     with pytest.raises(ApiError) as caught:
         make_params(body, engine, max_tokens=1, stream=False, names={"top_p": "nucleus"})
     assert caught.value.param == "nucleus"
-    for message, param in (
-        ("the prompt is empty", "prompt"),
-        ('messages[3]["content"][0] must be text', "messages[3].content[0]"),
-        ("request id 'x' belongs to an unfinished request", "request_id"),
-        ("cache_salt must be a string", "cache_salt"),
-        ("truncate_prompt_tokens=9 keeps too many tokens", "truncate_prompt_tokens"),
+    for error, param, code in (
+        (PromptError("cache_salt is a word of it"), "prompt", None),
+        (PromptError("no", param="cache_salt", code="no_salt"), "cache_salt", "no_salt"),
+        (RequestError("top_p is a word of it"), None, None),
+        (ConfigError("no", param="priority"), "priority", None),
+        (SamplingParamsError("no", param="top_p"), "nucleus", None),
+        (SamplingParamsError("no", param="form.json.x-top_p"), "body.form.json.x-top_p", None),
     ):
-        with pytest.raises(ApiError) as caught, naming_fields({}):
-            raise PromptError(message)
-        assert caught.value.param == param
+        names = {"top_p": "nucleus", "form.json": "body.form.json"}
+        with pytest.raises(ApiError) as caught, naming_fields(names):
+            raise error
+        assert (caught.value.param, caught.value.code) == (param, code)
     with (
         pytest.raises(ApiError, match="--skip-tokenizer-init") as caught,
         naming_fields({}, prompt="messages"),

@@ -68,7 +68,7 @@ class FakeEngine:
 
     async def submit(self, prompt: Any, params: Any, request_id: str, **_: Any) -> Any:
         if len(self.sent) == 3:
-            raise PromptError("priority is wrong")
+            raise PromptError("it is wrong", param="priority")
         self.sent.append((prompt, params, request_id))
         return SimpleNamespace(close=lambda: self.closed.append(request_id))
 
@@ -169,9 +169,9 @@ def test_a_full_queue_refuses_before_anything_is_rendered_or_tokenized() -> None
     with pytest.raises(ApiError, match="alone has 3 requests") as caught:
         asyncio.run(create_completion(CompletionRequest(prompt=["a"] * 3), request))
     assert caught.value.param == "prompt"
-    with pytest.raises(ApiError, match="alone has 3 requests") as caught:
+    with pytest.raises(ApiError, match=r"alone has 3 requests \(n=3\)") as caught:
         asyncio.run(create_chat_completion(chat.model_copy(update={"n": 3}), request))
-    assert caught.value.param == "messages"
+    assert caught.value.param == "n"
 
 
 def test_what_is_on_its_way_through_the_tokenizer_counts() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,18 +100,25 @@ def test_a_frontend_that_cannot_be_spawned_is_what_is_raised(
 def test_what_waited_at_a_frontend_that_died_waits_no_more(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    lives: list[tuple[int, int]] = []
+
     class DyingFrontend(FakeFrontend):
-        """The first of each dies, the second stays."""
+        """The first dies, all others stay."""
 
         num_started = 0
 
-        def __init__(self, *_: Any, **__: Any) -> None:
+        def __init__(self, _: str, arguments: dict[str, Any], **__: Any) -> None:
             super().__init__()
+            lives.append((arguments["attachment"]["client_index"], arguments["attachment"]["life"]))
             type(self).num_started += 1
             self.dies = self.num_started == 1
 
         def wait(self) -> int:
-            return -signal.SIGKILL if self.dies else super().wait()
+            while self.dies:
+                if supervisor._is_ready:
+                    return -signal.SIGKILL
+                time.sleep(0.001)
+            return super().wait()
 
     detached: list[int] = []
     monkeypatch.setattr(module, "SpawnedProcess", DyingFrontend)
@@ -119,22 +127,29 @@ def test_what_waited_at_a_frontend_that_died_waits_no_more(
     )
     supervisor._client.core.directory = str(tmp_path)  # type: ignore[union-attr]
     supervisor._config = ServerConfig(api_server_count=2, max_num_queued_reqs=4)
-    supervisor._is_ready = True
-    board = QueueBoard(str(tmp_path), 2)
+    monkeypatch.setattr(FakeClient, "wait_ready", lambda _: None)
+    board, made = QueueBoard(str(tmp_path), 2), []
     for index in (1, 2):
         board.row(index)[0] = 3
 
-    async def run() -> None:
-        supervisor._start(1)
-        watching = asyncio.create_task(supervisor._watch(1))
+    def make_board(*arguments: Any) -> QueueBoard:
+        assert not made, "a restart opens no file: it might find none free"
+        made.append(QueueBoard(*arguments))
+        return made[0]
+
+    monkeypatch.setattr(module, "QueueBoard", make_board)
+
+    async def run() -> int:
+        running = asyncio.create_task(supervisor.run())
         async with asyncio.timeout(10):
-            while DyingFrontend.num_started < 2:
+            while DyingFrontend.num_started < 3 and not running.done():
                 await asyncio.sleep(0.01)
         supervisor._stop()
-        await watching
+        return await running
 
-    asyncio.run(run())
+    assert asyncio.run(run()) == 0
     assert detached == [1]
+    assert lives == [(1, 0), (2, 0), (1, 1)]
     assert (board.others(2), board.others(1)) == ((0, 0), (3, 0))
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from engine.server.errors import add_error_handlers
 from engine.server.metrics import add_metrics
 from engine.server.metrics_share import MetricsShare
 from engine.server.observe import observe
+from engine.server.route_names import RouteNames
 from engine.server.state import ServerState
 from engine.types.attachment import CoreAttachment
 from instrumentation import Counter, Gauge, Metric, ProfileStatus
@@ -65,7 +67,7 @@ def served(
     app = FastAPI()
     app.state.server = state
     add_error_handlers(app)
-    observe(app, state)
+    observe(app, state, lambda: RouteNames(app.routes))
     add_metrics(app, state)
     app.include_router(control.router)
     app.include_router(debug.router)
@@ -176,12 +178,34 @@ def test_what_cannot_be_done_now_is_a_conflict() -> None:
         engine.set("start_trace", ConfigError("trace_dir 'x' is not a folder"))
         assert (await ask(app, "POST", "/start_trace")).status_code == 500
         engine.set("dump_flight_record", EngineDeadError("died; see /tmp/flight-crash.journal"))
-        app.state.server.flight_record_s = time.monotonic() - 10
         answer = await ask(app, "POST", "/debug/flight")
         assert answer.status_code == 503
         assert "flight-crash" in answer.text
 
     asyncio.run(run())
+
+
+def test_within_a_second_the_last_flight_record_is_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on records refuses nobody, least of all as if the queue were full."""
+    now_s = 100.0
+    monkeypatch.setattr(debug, "time", SimpleNamespace(monotonic=lambda: now_s))
+    records = [tmp_path / "first.journal", tmp_path / "second.journal"]
+    for path in records:
+        path.write_text(path.name)
+
+    async def run() -> list[str]:
+        nonlocal now_s
+        app, engine, _ = served()
+        answers = []
+        for path, later_s in ((records[0], 0.0), (records[1], 0.5), (records[1], 0.6)):
+            engine.set("dump_flight_record", str(path))
+            now_s += later_s
+            answers.append((await ask(app, "GET", "/debug/flight?download=1")).text)
+        return answers
+
+    assert asyncio.run(run()) == ["first.journal", "first.journal", "second.journal"]
 
 
 def test_no_path_is_taken_from_a_client() -> None:

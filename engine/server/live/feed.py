@@ -9,7 +9,7 @@ change under it.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -65,11 +65,12 @@ class LiveFeed:
         self._task: asyncio.Task[None] | None = None
         self._tap: LiveTap | None = None
         self._phase: Phase | None = None
+        self._recording: str | None = None
         self._last_num = -1
         self._progress: dict[int, int] = {}
         self._gaps: deque[tuple[int, list[int]]] = deque()
         self._blocks = BlockWatch(state.engine)
-        self._progress_due_s = self._heartbeat_due_s = 0.0
+        self._progress_due_s = self._heartbeat_due_s = self._followers_due_s = 0.0
 
     def join(self) -> Watcher:
         """Begin to watch; call `leave` in the end.
@@ -92,7 +93,7 @@ class LiveFeed:
             self._begin()
         return watcher
 
-    async def tell_other(self) -> AsyncIterator[bytes]:
+    async def tell_other(self) -> AsyncGenerator[bytes, None]:
         """All of our requests, and then what is new of them, for another frontend's feed."""
         follower = Watcher()
         self._followers.add(follower)
@@ -150,6 +151,7 @@ class LiveFeed:
             "window_s": WINDOW_S,
             "has_statistics": observer is not None or state.phase is Phase.STARTING,
             "silent": self._silent,
+            "recording": self._run_dir,
         }
         if observer is None:
             return snapshot
@@ -163,6 +165,13 @@ class LiveFeed:
             "gaps": list(self._gaps),
             "map": self._blocks.shown,
         }
+
+    @property
+    def _run_dir(self) -> str | None:
+        """Where a recording goes, whoever has begun it; None without one."""
+        engine = self._state.engine
+        is_recording = engine.is_running and engine.llm_engine.obs.is_recording
+        return engine.run_dir if is_recording else None
 
     def _requests(self) -> dict[str, list[Any]]:
         """This frontend's requests: those that have ended of late, and those that have not."""
@@ -186,6 +195,8 @@ class LiveFeed:
         if phase is not self._phase:
             self._phase = phase
             delta["phase"] = phase.value
+        if self._run_dir != self._recording:
+            delta["recording"] = self._recording = self._run_dir
         tap = self._tap
         if tap is None:
             return delta
@@ -246,7 +257,7 @@ class LiveFeed:
     # -- the rounds ------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._phase = self._state.phase
+        self._phase, self._recording = self._state.phase, self._run_dir
         self._hang_up(self._state.engine.observer)
         self._task = asyncio.create_task(self._run(), name="live feed")
 
@@ -293,12 +304,10 @@ class LiveFeed:
     def _flush(self) -> None:
         delta = self.delta()
         now_s = time.monotonic()
-        is_due = now_s >= self._heartbeat_due_s
-        if delta or is_due:
-            self._heartbeat_due_s = now_s + HEARTBEAT_S
         if self._followers:
             requests = {key: delta[key] for key in REQUEST_KEYS if key in delta}
-            if requests or is_due:
+            if requests or now_s >= self._followers_due_s:
+                self._followers_due_s = now_s + HEARTBEAT_S
                 frame = self._frame({"kind": "delta"} | requests)
                 for follower in self._followers:
                     follower.put(frame)
@@ -308,7 +317,8 @@ class LiveFeed:
             self._add_others(delta)
         if "gaps" in delta:
             self._keep_gaps(delta["gaps"])
-        if delta or is_due:
+        if delta or now_s >= self._heartbeat_due_s:
+            self._heartbeat_due_s = now_s + HEARTBEAT_S
             self._broadcast({"kind": "delta"} | delta)
 
     def _void(self) -> None:

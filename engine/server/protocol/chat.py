@@ -105,6 +105,15 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
         whole = self.max_completion_tokens
         return self.max_tokens if whole is None else whole
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_route(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "prompt" in value and "messages" not in value:
+            raise FieldError(
+                "prompt", "this route takes messages; a prompt goes to /v1/completions"
+            )
+        return value
+
     @model_validator(mode="after")
     def _check_together(self) -> "ChatCompletionRequest":
         if self.top_logprobs is not None and self.top_logprobs != 0 and not self.logprobs:

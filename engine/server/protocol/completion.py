@@ -67,6 +67,15 @@ class CompletionRequest(GenerationFields):
         None, description="Let the tokenizer put its begin token in front of a text (default)."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_route(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "messages" in value and "prompt" not in value:
+            raise FieldError(
+                "messages", "this route takes a prompt; messages go to /v1/chat/completions"
+            )
+        return value
+
     @model_validator(mode="after")
     def _check_best_of(self) -> "CompletionRequest":
         if self.best_of is not None and self.best_of != (self.n or 1):

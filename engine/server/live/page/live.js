@@ -38,6 +38,7 @@ const blocks = new Blocks(model, {
   ),
 });
 const connection = { state: "connecting", detail: "", hasEnded: false };
+let traceNote = { runDir: null, text: "" }; // what the last click came to
 let numbersAt = 0;
 let numbersTimer = 0;
 
@@ -48,6 +49,7 @@ const stream = new Stream("live/events", {
     if (isFirst) restart();
     if (message.map) blocks.update();
     if (message.phase !== undefined || isFirst) showState();
+    if (message.recording !== undefined) showRecording();
     timeline.refresh();
     wantNumbers();
   },
@@ -149,6 +151,17 @@ function showState() {
   $("#trace").hidden = !model.about?.has_debug_routes;
 }
 
+function showRecording() {
+  const { recording } = model;
+  const notes = recording === null ? [] : [`recording into ${recording}`];
+  if (recording === null || recording === traceNote.runDir) notes.push(traceNote.text);
+  const note = notes.filter(Boolean).join(" · ");
+  write($("#trace-note"), shorten(note, 44));
+  $("#trace-note").title = note;
+  $("#trace").dataset.recording = String(recording !== null);
+  write($("#trace"), recording === null ? "Record trace" : "Stop trace");
+}
+
 function pause(isPaused) {
   timeline.pause(isPaused);
   $("#pause").setAttribute("aria-pressed", String(isPaused));
@@ -198,25 +211,27 @@ $("#key-form").addEventListener("submit", (event) => {
 
 $("#trace").addEventListener("click", async () => {
   const button = $("#trace");
-  const isRecording = button.dataset.recording === "true";
+  const { recording } = model;
   button.disabled = true;
   try {
-    const response = await fetch(isRecording ? "stop_trace" : "start_trace", {
+    const response = await fetch(recording === null ? "start_trace" : "stop_trace", {
       method: "POST",
       headers: authorization(),
     });
     const answer = await response.json().catch(() => ({}));
     const problem = answer.error?.message ?? `status ${response.status}`;
     const lacking = answer.frontends?.note;
-    const note = response.ok ? answer.run_dir + (lacking ? ` (${lacking})` : "") : problem;
-    write($("#trace-note"), shorten(note, 44));
-    $("#trace-note").title = note;
-    if (response.ok) button.dataset.recording = String(!isRecording);
-    write(button, button.dataset.recording === "true" ? "Stop trace" : "Record trace");
+    const ended = recording === null ? "" : `recorded in ${answer.run_dir}`;
+    if (response.ok) model.recording = recording === null ? answer.run_dir : null; // soon told
+    traceNote = {
+      runDir: answer.run_dir ?? recording,
+      text: response.ok ? [ended, lacking].filter(Boolean).join(" · ") : problem,
+    };
   } catch {
-    write($("#trace-note"), "the server does not answer");
+    traceNote = { runDir: recording, text: "the server does not answer" };
   } finally {
     button.disabled = false;
+    showRecording();
   }
 });
 

@@ -24,6 +24,7 @@ export class Model {
   lastActivity = 0;
   hasStatistics = true;
   silent = []; // numbers of other frontends of which nothing is heard
+  recording = null; // folder of the recording that is being written, null without one
   #columns = null;
   #rowsFreeAt = [];
   #offset = Infinity;
@@ -35,6 +36,7 @@ export class Model {
     this.#keepClock(message.now);
     if (message.phase !== undefined) this.phase = message.phase;
     if (message.silent !== undefined) this.silent = message.silent;
+    if (message.recording !== undefined) this.recording = message.recording;
     for (const row of message.arrived ?? []) this.#keepRequest(row);
     for (const row of message.steps ?? []) this.#keepStep(row);
     for (const row of message.first_tokens ?? []) {
