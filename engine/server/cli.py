@@ -3,6 +3,7 @@
 import argparse
 import functools
 import os
+import threading
 from dataclasses import Field, fields
 from typing import Any
 
@@ -101,7 +102,9 @@ def run(arguments: argparse.Namespace, *, lists: dict[str, bool]) -> int:
         spec.name: getattr(arguments, spec.name) for spec in fields(ServerConfig)
     }
     config = ServerConfig.from_kwargs(**{k: v for k, v in given.items() if v is not None})
-    return leave(run_server(config, _ENGINE_DEFAULTS | engine_arguments(arguments)))
+    others = threading.enumerate()  # of a program that calls `main`
+    code = run_server(config, _ENGINE_DEFAULTS | engine_arguments(arguments))
+    return leave(code, others=others)
 
 
 def _check_setting_of_file(path: str, rule: "Field[Any]", value: Any) -> None:

@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -130,15 +130,17 @@ def event_loop() -> "asyncio.Runner":
     return asyncio.Runner(loop_factory=make_loop)
 
 
-def leave(code: int) -> int:
+def leave(code: int, *, others: Iterable[threading.Thread] = ()) -> int:
     """The exit code, for whoever ends the process next; ends it here where it would not end.
 
     The interpreter joins all threads, but none can be made to stop: a template or a text that a
     client sent may keep one busy for hours.
+
+    Args:
+        others: threads that are not the server's; that they run on is no reason to end the process.
     """
     deadline = time.monotonic() + _THREADS_S
-    others = [one for one in threading.enumerate() if one is not threading.current_thread()]
-    for thread in others:
+    for thread in {*threading.enumerate()} - {threading.current_thread(), *others}:
         if not thread.daemon:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():

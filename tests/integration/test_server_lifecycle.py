@@ -350,4 +350,10 @@ def test_an_http_server_that_fails_leaves_nothing(
         raise OSError("no more sockets")
 
     monkeypatch.setattr("engine.server.serve._Server.serve", fail)
-    assert main(["serve", str(text_llama), *SMALL_FLAGS, "--port", "0"]) == 1
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)  # of the program that calls, which goes on
+    thread.start()
+    try:
+        assert main(["serve", str(text_llama), *SMALL_FLAGS, "--port", "0"]) == 1
+    finally:
+        over.set()
