@@ -176,7 +176,6 @@ def test_company_and_scheduling_change_no_token(llm: LLM, small: LLM) -> None:
 def test_a_bad_constraint_ends_only_its_own_request(llm: LLM) -> None:
     bad = [
         {"structural_tag": {"type": "structural_tag", "format": {"type": "nonsense"}}},
-        {"json": {"type": "string", "minLength": 3, "maxLength": 2}},
         {"grammar": "root ::= missing"},
         {"grammar": 'root ::= ""'},
     ]
