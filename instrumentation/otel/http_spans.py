@@ -61,10 +61,13 @@ class HttpSpans:
             self._open[exchange.traceparent] = exchange
         return exchange
 
-    def context_of(self, traceparent: str) -> Context | None:
-        """The open exchange that a traceparent names, as a parent; None if it names none."""
+    def parent_of(self, traceparent: str) -> tuple[Context, int] | None:
+        """The open exchange that a traceparent names, as a parent, and the offset of its times in
+        ns; None if it names none."""
         exchange = self._open.get(traceparent)
-        return None if exchange is None else set_span_in_context(exchange.span, Context())
+        if exchange is None:
+            return None
+        return set_span_in_context(exchange.span, Context()), exchange.offset_ns
 
     def end(
         self, exchange: HttpSpan, attributes: Mapping[str, Any], *, end_ns: int, error: str | None

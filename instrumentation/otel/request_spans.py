@@ -120,14 +120,15 @@ class RequestSpan:
 class RequestSpans:
     """All requests' spans. `begin`, `expect` and `fail` are for the caller's thread.
 
-    `parent_of` gives the open span that a traceparent names, if it is one of this process.
+    `parent_of` gives the open span that a traceparent names, if it is one of this process, and the
+    offset of its times: a child that measured its own could begin before its parent.
     """
 
     def __init__(
         self,
         tracer: Tracer,
         *,
-        parent_of: Callable[[str], Context | None] = lambda traceparent: None,
+        parent_of: Callable[[str], tuple[Context, int] | None] = lambda traceparent: None,
     ) -> None:
         self._tracer = tracer
         self._parent_of = parent_of
@@ -146,12 +147,12 @@ class RequestSpans:
         traceparent: str | None,
     ) -> RequestSpan:
         """Open a request's span: below the traceparent, else below the caller's current span."""
-        parent: Context = context_api.get_current()
+        parent, offset_ns = context_api.get_current(), wall_offset_ns()
         if traceparent is not None:
-            parent = self._parent_of(traceparent) or _PROPAGATOR.extract(
-                {"traceparent": traceparent}, Context()
+            parent, offset_ns = self._parent_of(traceparent) or (
+                _PROPAGATOR.extract({"traceparent": traceparent}, Context()),
+                offset_ns,
             )
-        offset_ns = wall_offset_ns()
         span = self._tracer.start_span(
             f"{attributes[names.OPERATION_NAME]} {attributes[names.REQUEST_MODEL]}",
             context=parent,

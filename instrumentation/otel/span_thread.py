@@ -67,7 +67,7 @@ class SpanThread:
     ) -> None:
         self.tracers = tracers
         self.http = HttpSpans(tracers.requests)
-        self.requests = RequestSpans(tracers.requests, parent_of=self.http.context_of)
+        self.requests = RequestSpans(tracers.requests, parent_of=self.http.parent_of)
         self._steps = StepSpans(tracers.steps, self.requests.context_of, mode=step_mode)
         self._processor = processor
         self._health = health

@@ -272,7 +272,7 @@ def test_a_request_span_hangs_below_its_open_http_span_and_keeps_the_state() -> 
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
     http = HttpSpans(tracer)
-    requests = RequestSpans(tracer, parent_of=http.context_of)
+    requests = RequestSpans(tracer, parent_of=http.parent_of)
     exchange = http.begin(
         "POST /x", {"a": 1}, begin_ns=5, traceparent=TRACEPARENT, tracestate="k=v,m=w"
     )
@@ -281,7 +281,7 @@ def test_a_request_span_hangs_below_its_open_http_span_and_keeps_the_state() -> 
         request = requests.begin(REQUEST, arrival_ns=6, num_samples=1, traceparent=traceparent)
         requests.fail(request, "PromptError", "empty")
     http.end(exchange, {"b": 2}, end_ns=9, error=None)
-    assert http.context_of(exchange.traceparent) is None
+    assert http.parent_of(exchange.traceparent) is None
     below, beside, above = exporter.get_finished_spans()
     assert above.parent is not None
     assert below.parent is not None
@@ -291,6 +291,8 @@ def test_a_request_span_hangs_below_its_open_http_span_and_keeps_the_state() -> 
     assert below.context.trace_state.to_header() == "k=v,m=w"
     assert beside.context.trace_state.to_header() == ""  # a traceparent alone does not carry it
     assert (above.end_time or 0) - (above.start_time or 0) == 4
+    # Both clocks are read once for the two: a child cannot begin before its parent.
+    assert (below.start_time or 0) - (above.start_time or 0) == 1
     assert dict(above.attributes or {}) == {"a": 1, "b": 2}
     assert above.status.is_unset
 
