@@ -4,11 +4,9 @@ Knows the process and its pipes; what it does there is `engine.frontend.grammar_
 stands above the core because it knows the tokenizer, and is started by name.
 """
 
-import json
 import os
 import select
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -16,13 +14,10 @@ import msgspec
 
 from engine.types.framing import Frames, framed
 from engine.types.grammar_messages import CompileRequest, CompileResult, Vocabulary
+from engine.types.interpreter import READ_BOOT, boot_line, command
 
 _CHUNK_BYTES: Final = 1 << 20
-_PROGRAM: Final = (
-    "import sys, json; boot = json.loads(sys.stdin.buffer.readline()); "
-    "sys.path[:] = boot.pop('sys_path'); "
-    "from engine.frontend.grammar_process import serve; serve(**boot)"
-)
+_PROGRAM: Final = READ_BOOT + "from engine.frontend.grammar_process import serve; serve(**boot)"
 
 
 class GrammarProcess:
@@ -37,9 +32,8 @@ class GrammarProcess:
     """
 
     def __init__(self, kwargs: dict[str, Any], *, wake: int) -> None:
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
-            [sys.executable, *flags, "-c", _PROGRAM],
+            command(_PROGRAM),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -52,8 +46,7 @@ class GrammarProcess:
         os.set_blocking(self._input, False)
         self._frames = Frames()
         self._has_vocabulary = False
-        boot = {"sys_path": sys.path, "parent_pid": os.getpid(), **kwargs}
-        self._unsent = bytearray(json.dumps(boot).encode() + b"\n")
+        self._unsent = bytearray(boot_line(**kwargs))
 
     @property
     def pid(self) -> int:

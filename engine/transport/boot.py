@@ -18,14 +18,12 @@ import threading
 import time
 from typing import Any, NoReturn
 
+from engine.types.interpreter import READ_BOOT
+
 _POLL_S = 0.5
 _REMOVALS = 5
 
-BOOTSTRAP = (
-    "import sys, json; boot = json.loads(sys.stdin.buffer.readline()); "
-    "sys.path[:] = boot['sys_path']; "
-    "from engine.transport.boot import run; run(boot)"
-)
+BOOTSTRAP = READ_BOOT + "from engine.transport.boot import run; run(boot)"
 """What `python -c` executes in the child."""
 
 

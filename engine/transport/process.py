@@ -1,7 +1,6 @@
 """A spawned child process: start, the last lines it logged, how it ended, how to stop it."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 from engine.log import readable_lines
 from engine.transport.boot import BOOTSTRAP
+from engine.types.interpreter import boot_line, command
 
 _LOG_LINES = 40
 _SPIN_COUNT = "20000"
@@ -36,30 +36,21 @@ class SpawnedProcess:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
-        # As multiprocessing does; private, so unknown to the stubs.
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._forwarder: threading.Thread | None = None
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
-            [sys.executable, *flags, "-c", BOOTSTRAP, name],
+            command(BOOTSTRAP, name),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=_child_environment(),
             pass_fds=pass_fds,
         )
-        boot = {
-            "sys_path": sys.path,
-            "parent_pid": os.getpid(),
-            "private_dir": private_dir,
-            "main_path": main_path,
-            "target": target,
-            "kwargs": kwargs,
-        }
+        boot = boot_line(private_dir=private_dir, main_path=main_path, target=target, kwargs=kwargs)
         try:
             forwarder = threading.Thread(target=self._forward_log, name=f"{name}-log", daemon=True)
             forwarder.start()
             self._forwarder = forwarder
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(boot).encode() + b"\n")
+            self._process.stdin.write(boot)
             self._process.stdin.flush()
         except BrokenPipeError:
             # It died at once; whoever waits for it reports the exit code and what it logged.
