@@ -101,8 +101,6 @@ class _Writer:
         """The schema as it can be held; False if nothing fits it."""
         if isinstance(schema, bool):
             return {} if schema else False
-        if not isinstance(schema, dict):
-            raise SchemaError(path, "must be a schema: an object, true or false")
         self._budget.spend(num_steps_of(schema), path)
         for keyword in _UNENFORCED:
             if keyword in schema:
@@ -241,12 +239,12 @@ class _Writer:
 
     # -- references --------------------------------------------------------------------------------
 
-    def _reference(self, reference: Any, path: str) -> str:
+    def _reference(self, reference: str, path: str) -> str:
         """What to write for a reference; what it points to is written later."""
         self._followed({"$ref": reference}, path)
         if reference == "#":
             return "#"
-        pointer, target = str(reference), self._at(reference, path)
+        pointer, target = reference, self._at(reference, path)
         parts = pointer.split("/")
         is_simple = len(parts) == 3 and parts[1] in _DEFINITIONS and not {"~", "%"} & set(pointer)
         if not is_simple or not parts[2]:
@@ -271,8 +269,8 @@ class _Writer:
         while isinstance(schema, dict):
             self._budget.spend(1, path)
             if "$ref" not in schema:
-                inner = schema.get("allOf")
-                if not isinstance(inner, list) or len(inner) != 1:
+                inner = schema.get("allOf", ())
+                if len(inner) != 1:
                     break
                 schema = inner[0]
                 continue
@@ -285,11 +283,10 @@ class _Writer:
         self._ends |= dict.fromkeys(seen, schema)
         return schema
 
-    def _at(self, reference: Any, path: str) -> Any:
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+    def _at(self, reference: str, path: str) -> Any:
+        if reference != "#" and not reference.startswith("#/"):
             raise SchemaError(
-                path,
-                f"'$ref' must point into the schema itself (#/…), not to {str(reference)[:80]!r}",
+                path, f"'$ref' must point into the schema itself (#/…), not to {reference[:80]!r}"
             )
         if reference in self._targets:
             return self._targets[reference]

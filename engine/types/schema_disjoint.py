@@ -1,7 +1,7 @@
 """Whether a value can fit two JSON schemas: `Disjointness`.
 
 Knows types, values, and keys that only one of two objects has. Where it cannot tell, the answer is
-that one may. What schemas say has not been checked, only that they have the shape of some.
+that one may. That schemas have the shape of some has been checked; what they say has not.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -71,14 +71,15 @@ class Disjointness:
         self, first: dict[str, Any], second: dict[str, Any], path: str, depth: int
     ) -> bool:
         """Whether of two schemas of objects one requires what the other forbids."""
-        names, others = _required(first), _required(second)
+        names, others = first.get("required", []), second.get("required", [])
         self._budget.spend(len(names) + len(others), path)
         for required, other in ((names, second), (others, first)):
             if other.get("additionalProperties") is False and "patternProperties" not in other:
-                allowed = _properties(other)
+                allowed = other.get("properties", {})
                 if any(name not in allowed for name in required):
                     return True
-        mine, its, both = _properties(first), _properties(second), set(others)
+        mine, its = first.get("properties", {}), second.get("properties", {})
+        both = set(others)
         return any(
             self._are_disjoint(mine[name], its[name], path, depth + 1)
             for name in names
@@ -86,11 +87,11 @@ class Disjointness:
         )
 
     def _values_of(self, schema: dict[str, Any], path: str) -> Values | None:
-        """The values that `const` or `enum` names; None if there is neither."""
-        if "const" not in schema and not isinstance(schema.get("enum"), list):
+        """Keys of the values that `const` or `enum` names; None if there is neither."""
+        values = _listed(schema)
+        if values is None:
             return None
         if id(schema) not in self._values:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
             self._values[id(schema)] = frozenset(self._key(value, path) for value in values)
         return self._values[id(schema)]
 
@@ -109,14 +110,14 @@ class Disjointness:
 
     def _types_of(self, schema: dict[str, Any]) -> set[str]:
         """Types of values that may fit; a whole number is a number, too."""
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            values = [schema["const"]] if "const" in schema else schema["enum"]
+        values = _listed(schema)
+        if values is not None:
             names = {type_of(value) for value in values}
             return names | {"number"} if "integer" in names else names
-        given = schema.get("type")
-        names = set(TYPES).intersection([given] if isinstance(given, str) else _names(given))
-        if not names or any(word in schema for word in _OPAQUE):
+        if "type" not in schema or any(word in schema for word in _OPAQUE):
             return set(TYPES)
+        given = schema["type"]
+        names = {given} if isinstance(given, str) else set(given)
         return names | {"integer"} if "number" in names else names
 
 
@@ -128,14 +129,6 @@ def _makes_objects(schema: dict[str, Any]) -> bool:
     return given in ("object", ["object"]) or (given is None and "properties" in schema)
 
 
-def _names(value: object) -> list[str]:
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
-
-
-def _required(schema: dict[str, Any]) -> list[str]:
-    return _names(schema.get("required"))
-
-
-def _properties(schema: dict[str, Any]) -> dict[str, Any]:
-    properties = schema.get("properties")
-    return properties if isinstance(properties, dict) else {}
+def _listed(schema: dict[str, Any]) -> list[Any] | None:
+    """The values that `const` or `enum` names; None if there is neither."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")

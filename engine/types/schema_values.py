@@ -5,7 +5,6 @@ Does not know where schemas stand within schemas.
 """
 
 import math
-from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import lru_cache
 from typing import Any, Final
@@ -124,17 +123,15 @@ def num_steps_of(schema: Schema) -> int:
     for value in schema.values():
         if isinstance(value, dict | list):
             num_steps += len(value)
-    patterns = [schema.get("pattern"), *_keys(schema.get("patternProperties"))]
-    return num_steps + sum(num_pattern_steps(one) for one in patterns if isinstance(one, str))
+    patterns = [*schema.get("patternProperties", ())]
+    if "pattern" in schema:
+        patterns.append(schema["pattern"])
+    return num_steps + sum(map(num_pattern_steps, patterns))
 
 
 def num_pattern_steps(pattern: str) -> int:
     """What it takes to check an expression."""
     return _CHARACTER_STEPS * (len(pattern) + _PATTERN_CHARACTERS)
-
-
-def _keys(value: object) -> Iterable[object]:
-    return value if isinstance(value, dict) else ()
 
 
 def types_of(schema: Schema, path: str) -> list[str] | None:
