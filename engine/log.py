@@ -87,10 +87,7 @@ def readable_lines(line: str) -> list[str]:
     the message and the traceback, any other as it is."""
     try:
         fields = json.loads(line) if line.startswith("{") else None
-    except (
-        ValueError,
-        RecursionError,
-    ):  # a program's own, or the last one of a process that was killed
+    except (ValueError, RecursionError):  # a program's own, or cut off by the process's end
         fields = None
     if not isinstance(fields, dict) or not {"level", "message"} <= fields.keys():
         return [line]

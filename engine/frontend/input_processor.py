@@ -84,7 +84,7 @@ class InputProcessor:
         if not ids:
             raise PromptError("the prompt is empty; give at least one token.")
         if len(ids) >= self.max_model_len:
-            raise self._too_long(str(len(ids)), most)
+            raise too_long(str(len(ids)), self.max_model_len, most)
         return ProcessedPrompt(text, ids, salt)
 
     def process_params(self, params: SamplingParams) -> SamplingParams:
@@ -206,7 +206,7 @@ class InputProcessor:
         if len(text) > _CHARACTERS_PER_TOKEN * limit:
             num_tokens = tokenizer.num_tokens_at_least(text, enough=limit)
             if num_tokens >= limit:
-                raise self._too_long(f"at least {num_tokens}", most)
+                raise too_long(f"at least {num_tokens}", limit, most)
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids if most is None else ids[-most:]
 
@@ -272,18 +272,25 @@ class InputProcessor:
                 )
         return [int(token_id) for token_id in ids]
 
-    def _too_long(self, num_tokens: str, most: int | None) -> PromptError:
-        begins = f"the prompt has {num_tokens} tokens"
-        remedy = "Shorten the prompt, or keep only its end with truncate_prompt_tokens."
-        if most is not None:
-            begins = f"truncate_prompt_tokens={most} keeps too many tokens of the prompt"
-            remedy = f"Keep at most {self.max_model_len - 1} of them."
-        return PromptError(
-            f"{begins}: the context of {self.max_model_len} tokens (max_model_len) must also hold "
-            f"at least one output token. {remedy}",
-            param=None if most is None else "truncate_prompt_tokens",
-            code="context_length_exceeded",
-        )
+
+def too_long(num_tokens: str, context: int, most: int | None = None) -> PromptError:
+    """The error of a prompt that the context cannot hold.
+
+    Args:
+        num_tokens: how many tokens it has, in words.
+        most: `truncate_prompt_tokens`, where it is set.
+    """
+    begins = f"the prompt has {num_tokens} tokens"
+    remedy = "Shorten the prompt, or keep only its end with truncate_prompt_tokens."
+    if most is not None:
+        begins = f"truncate_prompt_tokens={most} keeps too many tokens of the prompt"
+        remedy = f"Keep at most {context - 1} of them."
+    return PromptError(
+        f"{begins}: the context of {context} tokens (max_model_len) must also hold at least one "
+        f"output token. {remedy}",
+        param=None if most is None else "truncate_prompt_tokens",
+        code="context_length_exceeded",
+    )
 
 
 def _validate_with(processor: Any, params: SamplingParams) -> None:

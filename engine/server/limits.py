@@ -7,7 +7,9 @@ bound. What is in them is for `protocol` and the engine to check.
 
 from typing import Any
 
+from engine.frontend.input_processor import too_long
 from engine.server.errors import ApiError
+from engine.server.sampling import naming_fields
 from engine.server.state import Phase, ServerState
 
 MAX_MESSAGES = 4096
@@ -70,11 +72,5 @@ def _check_tokens(token_ids: list[Any], body: dict[str, Any], state: ServerState
         return
     most = state.engine.config.model.max_model_len
     if most is not None and len(token_ids) >= most:
-        raise ApiError(
-            400,
-            f"the prompt has {len(token_ids)} tokens: the context of {most} tokens "
-            "(--max-model-len) must also hold at least one output token. Shorten the prompt, or "
-            "keep only its end with truncate_prompt_tokens.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        with naming_fields({}):
+            raise too_long(str(len(token_ids)), most)
