@@ -24,7 +24,7 @@ from engine.types.kv_cache import KVCacheSpec
 from engine.types.messages import EngineCoreRequest
 from engine.types.plan import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.types.sampling import SamplingParams
-from instrumentation import Instrument, WorkerStepRecord
+from instrumentation import Instrument, RequestTimeline, WorkerStepRecord
 from instrumentation.testing import FakeClock
 
 EOS = 0
@@ -302,3 +302,19 @@ def write_model_folder(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
+
+
+class FakeRequests:
+    """The frontend's requests, as far as anybody asks for them."""
+
+    def __init__(self) -> None:
+        self.unfinished: dict[int, RequestTimeline] = {}
+
+    def timelines_since(self, request_num: int) -> list[RequestTimeline]:
+        return [one for num, one in self.unfinished.items() if num > request_num]
+
+    def progress(self) -> list[tuple[int, int]]:
+        return [(num, one.num_generation_tokens) for num, one in self.unfinished.items()]
+
+    def names_by_num(self) -> dict[int, str]:
+        return {num: one.request_id for num, one in self.unfinished.items()}

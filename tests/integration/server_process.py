@@ -8,6 +8,7 @@ with ServerProcess(str(tiny_llama), *SMALL_FLAGS) as server:
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,9 +17,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +35,15 @@ SMALL_FLAGS = (
 """Settings for a tiny model that comes up in a moment."""
 
 _ENDS_WITHIN_S = 20.0
+
+
+@contextlib.contextmanager
+def folder_for_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of a test's own, so short that sockets can be made below it."""
+    folder = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class ServerProcess:

@@ -8,9 +8,7 @@ import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -31,7 +29,7 @@ from tests.integration.server_facts import (
     processes,
     scrape,
 )
-from tests.integration.server_process import SMALL_FLAGS, ServerProcess
+from tests.integration.server_process import SMALL_FLAGS, ServerProcess, folder_for_servers
 
 QUIET = (*SMALL_FLAGS, "--disable-access-log")
 OTHER_SEED = {"temperature": 1, "seed": 3}
@@ -41,10 +39,8 @@ ENDS_WITHIN_S = 30.0
 @pytest.fixture
 def private_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of each test's own: a server of other tests may live in the session's."""
-    folder = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with folder_for_servers(monkeypatch) as folder:
+        yield folder
 
 
 class Stream:

@@ -9,12 +9,10 @@ import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +24,13 @@ import pytest
 
 from engine.api.cli import main
 from tests.integration.scripts import is_running, socket_folders, wait_until
-from tests.integration.server_process import ROOT, SMALL_FLAGS, ServerProcess, free_port
+from tests.integration.server_process import (
+    ROOT,
+    SMALL_FLAGS,
+    ServerProcess,
+    folder_for_servers,
+    free_port,
+)
 
 LONG = {"prompt": "On and on", "max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
 
@@ -34,10 +38,8 @@ LONG = {"prompt": "On and on", "max_tokens": 30_000, "ignore_eos": True, "temper
 @pytest.fixture
 def private_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of each test's own: a server of other tests may live in the session's."""
-    folder = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with folder_for_servers(monkeypatch) as folder:
+        yield folder
 
 
 class Client(threading.Thread):

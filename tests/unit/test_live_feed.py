@@ -43,21 +43,9 @@ from instrumentation.names import AdmissionStop, PrefixMiss
 from instrumentation.names import Phase as StepPhase
 from instrumentation.request_records import RequestTimeline
 from instrumentation.step_records import Admission, Preemption, StepRecord, WorkerStepRecord
+from tests.fakes import FakeRequests
 
 BASE_NS = 7_000_000_000_000
-
-
-class FakeOutputProcessor:
-    """The frontend's requests, as far as the feed asks for them."""
-
-    def __init__(self) -> None:
-        self.unfinished: dict[int, RequestTimeline] = {}
-
-    def timelines_since(self, request_num: int) -> list[RequestTimeline]:
-        return [one for num, one in self.unfinished.items() if num > request_num]
-
-    def progress(self) -> list[tuple[int, int]]:
-        return [(num, one.num_generation_tokens) for num, one in self.unfinished.items()]
 
 
 class FakeEngine:
@@ -87,9 +75,7 @@ class FakeEngine:
             max_model_len=64,
             max_num_batched_tokens=64,
         )
-        self.llm_engine = SimpleNamespace(
-            output_processor=FakeOutputProcessor(), ready=ready, obs=NULL
-        )
+        self.llm_engine = SimpleNamespace(output_processor=FakeRequests(), ready=ready, obs=NULL)
         self.codes = b"\0\0" * 10
         self.num_map_calls = 0
 

@@ -32,24 +32,9 @@ from engine.server.route_names import RouteNames
 from engine.server.state import Phase, ServerState
 from engine.types.attachment import CoreAttachment
 from instrumentation import NULL, ObservabilityConfig, RequestTimeline
+from tests.fakes import FakeRequests
 
 BEGAN_NS = time.monotonic_ns()
-
-
-class FakeRequests:
-    """The frontend's requests, as far as anybody asks for them."""
-
-    def __init__(self) -> None:
-        self.unfinished: dict[int, RequestTimeline] = {}
-
-    def timelines_since(self, request_num: int) -> list[RequestTimeline]:
-        return [one for num, one in self.unfinished.items() if num > request_num]
-
-    def progress(self) -> list[tuple[int, int]]:
-        return [(num, one.num_generation_tokens) for num, one in self.unfinished.items()]
-
-    def names_by_num(self) -> dict[int, str]:
-        return {num: one.request_id for num, one in self.unfinished.items()}
 
 
 class FakeEngine:
