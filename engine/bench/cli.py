@@ -35,9 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     percents = _percents(arguments.metric_percentiles)
     if arguments.save_detailed and arguments.save is None:
         raise ConfigError("--save-detailed needs --save FILE")
-    for path in (arguments.save, arguments.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path.absolute().parent} is no folder; make it before the run")
+    _check_files(arguments)
     return command.run(
         _settings(arguments),
         _prompts(arguments),
@@ -49,6 +47,23 @@ def run(arguments: argparse.Namespace) -> int:
         plot=arguments.plot,
         show_progress=not arguments.disable_tqdm,
     )
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse, before the run, what could not be written after it."""
+    for flag, path in (("--save", arguments.save), ("--plot", arguments.plot)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ConfigError(f"{flag} takes a file, and {path} is a folder")
+        parent = path.absolute().parent
+        if not parent.is_dir():
+            raise ConfigError(f"{parent} is no folder; make it before the run")
+        if not os.access(path if path.exists() else parent, os.W_OK):
+            raise ConfigError(f"{flag}: no permission to write {path}")
+    save, plot = arguments.save, arguments.plot
+    if save is not None and plot is not None and save.resolve() == plot.resolve():
+        raise ConfigError("--save and --plot name the same file")
 
 
 def _settings(arguments: argparse.Namespace) -> "LoadSettings":
@@ -198,6 +213,8 @@ def _headers(texts: list[str]) -> dict[str, str]:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise ConfigError(f"--header takes NAME=VALUE, not {text!r}")
+        if name in headers:
+            raise ConfigError(f"--header names {name} twice")
         headers[name] = value
     return headers
 

@@ -30,6 +30,7 @@ from engine.errors import ConfigError, IsinglassError
 _KEEP_ALIVE_S = 4.0
 _MAX_DETAIL_CHARS = 200
 _READY_POLL_S = 0.25
+_GET_LIMIT_S = 10.0
 
 
 class ServerNotReadyError(IsinglassError):
@@ -116,7 +117,7 @@ class _StreamState:
     def _take_chunk(self, event: ServerEvent) -> None:
         try:
             chunk = _DECODER.decode(event.data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if event.name == "error":
                 raise _EndedError(Outcome.ERROR_EVENT, _text(event.data)) from error
             raise _EndedError(Outcome.BAD_STREAM, f"{error}: {_text(event.data)}") from error
@@ -135,9 +136,12 @@ class StreamingClient:
 
     def __init__(self, settings: LoadSettings) -> None:
         self._settings = settings
-        self._headers = {"Content-Type": "application/json", **settings.headers}
+        own = {"Content-Type": "application/json"}
         if settings.api_key is not None:
-            self._headers["Authorization"] = f"Bearer {settings.api_key}"
+            own["Authorization"] = f"Bearer {settings.api_key}"
+        given = {name.lower() for name in settings.headers}
+        self._headers = {name: value for name, value in own.items() if name.lower() not in given}
+        self._headers |= settings.headers
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "StreamingClient":
@@ -167,21 +171,25 @@ class StreamingClient:
         deadline = time.monotonic() + self._settings.ready_timeout_s
         while True:
             try:
-                status, _ = await self._get("/health")
+                limit_s = max(_READY_POLL_S, min(_GET_LIMIT_S, deadline - time.monotonic()))
+                status, _ = await self._get("/health", limit_s)
                 if status == 404:
-                    status, _ = await self._get("/v1/models")
+                    status, _ = await self._get("/v1/models", limit_s)
                 if status == 200:
                     return
                 last = f"HTTP status {status}"
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 last = _words(error)
                 status = None
-            final = status in (401, 403)
-            if final or time.monotonic() >= deadline:
-                hint = "; give --api-key or set OPENAI_API_KEY" if final else ""
+            if status in (401, 403):
+                raise ServerNotReadyError(
+                    f"{self._settings.root_url} lets nobody in without a key: {last}; "
+                    "give --api-key or set OPENAI_API_KEY"
+                )
+            if time.monotonic() >= deadline:
                 raise ServerNotReadyError(
                     f"{self._settings.root_url} is not ready after "
-                    f"{self._settings.ready_timeout_s:g} s: {last}{hint}"
+                    f"{self._settings.ready_timeout_s:g} s: {last}"
                 )
             await asyncio.sleep(_READY_POLL_S)
 
@@ -204,9 +212,10 @@ class StreamingClient:
             f"{self._settings.root_url}/v1/models names no model ({reason}); give --model"
         )
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
+    async def _get(self, path: str, limit_s: float = _GET_LIMIT_S) -> tuple[int, bytes]:
         assert self._session is not None
-        async with asyncio.timeout(10), self._session.get(self._settings.root_url + path) as got:
+        url = self._settings.root_url + path
+        async with asyncio.timeout(limit_s), self._session.get(url) as got:
             return got.status, await got.read()
 
     async def send(
@@ -295,7 +304,7 @@ def request_body(prompt: Prompt, settings: LoadSettings, model: str) -> bytes:
     `extra_body` wins over a file's keys, and both over what the generator sets by itself.
 
     Raises:
-        ConfigError: the endpoint cannot take such a prompt.
+        ConfigError: the endpoint cannot take such a prompt, or it is no valid text.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -315,12 +324,21 @@ def request_body(prompt: Prompt, settings: LoadSettings, model: str) -> bytes:
             raise ConfigError("completions take no messages; use --endpoint chat")
         body["prompt"] = prompt.text if prompt.token_ids is None else prompt.token_ids
         body["max_tokens"] = prompt.max_tokens
-    return msgspec.json.encode(body | prompt.extra | settings.extra_body)
+    try:
+        return msgspec.json.encode(body | prompt.extra | settings.extra_body)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"a model's name or a prompt is no valid text: {error}") from error
 
 
 def _text(data: bytes) -> str:
-    return " ".join(data.decode(errors="replace").split())[:_MAX_DETAIL_CHARS]
+    return _line(data.decode(errors="replace"))
 
 
 def _words(error: BaseException) -> str:
-    return (str(error) or type(error).__name__)[:_MAX_DETAIL_CHARS]
+    return _line(str(error) or type(error).__name__)
+
+
+def _line(text: str) -> str:
+    """One line that neither a terminal nor an SVG file takes for commands."""
+    text = " ".join(text.split())[:_MAX_DETAIL_CHARS]
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -8,7 +8,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,9 +22,13 @@ from engine.bench.records import LoadRun
 from engine.bench.report import print_report
 from engine.bench.runner import run_load
 from engine.bench.settings import LoadSettings
-from engine.errors import ConfigError
+from engine.errors import ConfigError, IsinglassError
 
 _MIN_WIDTH = 100
+
+
+class ReportNotWrittenError(IsinglassError, OSError):
+    """A file of the report could not be written; the report itself has been printed."""
 
 
 def run(
@@ -45,29 +49,57 @@ def run(
 
     Raises:
         ConfigError: standard output is closed.
+        ReportNotWrittenError: after the report, a file could not be written.
     """
     if sys.stdout is None:
         raise ConfigError("standard output is closed; there is nowhere to report to")
     _allow_many_connections()
     result = run_in_loop(settings, prompts, show_progress=show_progress and sys.stderr.isatty())
     document = measure(result, percents=percents, objective=objective)
-    # Files first: whoever reads standard output may leave early.
+    files: dict[Path, str] = {}
     if plot is not None:
-        plot.write_text(draw(result, document), encoding="utf-8")
+        files[plot] = draw(result, document)
     if save is not None:
-        whole = dict(document)
-        if save_detailed:
-            whole["start_ns"] = result.start_ns
-            whole["requests"] = [asdict(record) for record in result.records]
-        save.write_text(json.dumps(whole) + "\n", encoding="utf-8")
+        files[save] = _saved(result, document, detailed=save_detailed)
+    # Files first: whoever reads standard output may leave early.
+    unwritten = _write(files)
     console = Console(width=None if sys.stdout.isatty() else _MIN_WIDTH)
-    print_report(
-        console, result, document, metrics=metrics, percents=percents, arrival=settings.arrival()
-    )
-    print(json.dumps(document), flush=True)
+    try:
+        with console.capture() as report:  # by itself it would exit where the reader has left
+            print_report(
+                console,
+                result,
+                document,
+                metrics=metrics,
+                percents=percents,
+                arrival=settings.arrival(),
+            )
+        print(f"{report.get()}{json.dumps(document)}", flush=True)
+    finally:
+        if unwritten:
+            raise ReportNotWrittenError("; ".join(unwritten))
     if result.interrupted:
         return 130
     return 0 if document["completed"] else 1
+
+
+def _saved(run: LoadRun, document: Mapping[str, object], *, detailed: bool) -> str:
+    whole = dict(document)
+    if detailed:
+        whole["start_ns"] = run.start_ns
+        whole["requests"] = [asdict(record) for record in run.records]
+    return json.dumps(whole) + "\n"
+
+
+def _write(files: Mapping[Path, str]) -> list[str]:
+    """Write each file; returns which could not be written, and why."""
+    unwritten = []
+    for path, text in files.items():
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            unwritten.append(f"cannot write {path}: {error.strerror or error}")
+    return unwritten
 
 
 def run_in_loop(

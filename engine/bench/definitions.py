@@ -14,12 +14,16 @@ what the figures mean:
   ITL      inter-token latency: the gaps between the chunks of a stream, all streams together.
            With several tokens per chunk, ITL is long and rare, and no measure of speed.
   TPOT     time per output token: (last chunk - first chunk) / (tokens - 1) of each request, with
-           the tokens that the server's `usage` counts, so that no chunking flatters it.
+           the tokens that the server's `usage` counts, however they were cut into chunks. Tokens
+           beside the first one in the first chunk shorten it; an answer in one chunk has none.
   E2EL     end-to-end latency: from sending to the end of the stream.
   intended: the arrival process says when a request is due. A client that is late, or waits for a
            place under --max-concurrency, would hide what users suffer, so TTFT and E2EL are
-           also measured from that moment. Goodput is judged by these.
+           also measured from that moment. Goodput is judged by these; a request without a figure
+           (no TPOT with one token, say) misses no limit of it.
   steady state: from the end of the first good request to the sending of the last one: neither the
            filling nor the draining of the server.
+  percentiles: linear between the two nearest values, as numpy has them; `std` is that of the
+           population.
   Latencies are those of requests with outcome `ok`; the other outcomes are counted beside them.
 """

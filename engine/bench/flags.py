@@ -32,8 +32,10 @@ examples:
   isinglass bench serve --dataset-name shared-prefix --num-prefixes 8 --prefix-len 512
   isinglass bench serve --dataset-path prompts.jsonl --save result.json | tail -1 | jq .p99_ttft_ms
 
-exit codes: 0 done, failed requests included (they are counted); 1 the server is not there, or no
-request succeeded; 2 wrong usage; 130 Ctrl-C, after the report of what there is.
+exit codes: 0 done, failed requests included (they are counted); 1 a setting is out of range,
+the server is not there, no request succeeded, or (after the report) a file could not be
+written; 2 a flag that is not known or lacks its value; 130 Ctrl-C,
+after the report of what there is.
 """
 
 
@@ -80,7 +82,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME=VALUE",
-        help="sent with every request",
+        help="sent with every request; wins over what is sent anyway, --api-key included",
     )
     group.add_argument("--insecure", action="store_true", help="do not verify TLS certificates")
     group.add_argument(
@@ -276,7 +278,7 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
 def _object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("expected a JSON object")

@@ -7,7 +7,7 @@ they are printed. Keys are those of vLLM's benchmark where it has the figure, ti
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from engine.bench.records import NEVER_SENT, LoadRun, Outcome, RequestRecord
 
@@ -38,9 +38,9 @@ def first_chunk_ms(record: RequestRecord, since_ns: int) -> float | None:
 
 
 def per_token_ms(record: RequestRecord) -> float | None:
-    """TPOT; None with fewer than two tokens."""
+    """TPOT; None with fewer than two tokens, or with one chunk: there is no gap to be seen."""
     num_gaps = record.output_tokens() - 1
-    if num_gaps < 1 or not record.chunk_ns:
+    if num_gaps < 1 or len(record.chunk_ns) < 2:
         return None
     return (record.chunk_ns[-1] - record.chunk_ns[0]) / 1e6 / num_gaps
 
@@ -52,6 +52,11 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def percentile_name(percent: float) -> str:
+    """`p99`, `p99.9`; with all digits, so that no two have one name."""
+    return f"p{int(percent) if percent == int(percent) else percent}"
 
 
 def distribution(values: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
@@ -66,7 +71,7 @@ def distribution(values: Sequence[float], percents: Sequence[float]) -> dict[str
         "std": math.sqrt(sum((value - mean) ** 2 for value in ordered) / len(ordered)),
         "median": percentile(ordered, 50),
     }
-    figures |= {f"p{percent:g}": percentile(ordered, percent) for percent in percents}
+    figures |= {percentile_name(one): percentile(ordered, one) for one in percents}
     figures["max"] = ordered[-1]
     return {name: round(value, 3) for name, value in figures.items()}
 
@@ -120,6 +125,7 @@ def measure(
         "interrupted": run.interrupted,
         "num_prompts": len(records),
         "completed": len(good),
+        "completed_without_output": sum(not record.chunk_ns for record in good),
         "failed": len(records) - len(good),
         "outcomes": _outcomes(records),
         "total_input_tokens": input_tokens,
@@ -136,6 +142,7 @@ def measure(
         num_met = sum(map(objective.is_met, records))
         document["request_goodput"] = round(num_met / duration_s, 3)
         document["goodput_ratio"] = round(num_met / len(records), 4) if records else None
+        document["goodput_limits"] = asdict(objective)
     groups = latencies_ms(good)
     for name, values in groups.items():
         for figure, value in distribution(values, percents).items():
@@ -193,7 +200,8 @@ def _steady_state(records: Sequence[RequestRecord]) -> dict[str, float] | None:
         "output_throughput": round(tokens_within(records, *window) / seconds, 2),
         "request_throughput": round(
             sum(
-                record.outcome is Outcome.OK and window[0] <= record.end_ns < window[1]
+                # The end that opens the window is its border: it took place before it.
+                record.outcome is Outcome.OK and window[0] < record.end_ns <= window[1]
                 for record in records
             )
             / seconds,

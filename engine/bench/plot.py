@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from xml.sax.saxutils import escape
+from xml.sax import saxutils
 
 from engine.bench.measure import first_chunk_ms, latencies_ms
 from engine.bench.records import LoadRun, Outcome
@@ -79,10 +79,16 @@ def draw(run: LoadRun, document: Mapping[str, Any]) -> str:
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}</style>\n"
+        f"<title>{_escape(title)}</title>\n<style>\n{_STYLE}</style>\n"
         + "\n".join(body)
         + "\n</svg>\n"
     )
+
+
+def _escape(text: str) -> str:
+    """Text as XML may hold it: no control characters, whatever a server calls its model."""
+    plain = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return saxutils.escape(plain)
 
 
 def _requests_panel(run: LoadRun, top: float) -> Iterable[str]:
@@ -106,7 +112,7 @@ def _requests_panel(run: LoadRun, top: float) -> Iterable[str]:
     for record in run.records:
         if record.outcome is not Outcome.OK:
             at = x.place((record.intended_ns - run.start_ns) / 1e9)
-            label = escape(f"{record.request_id}: {record.outcome} {record.detail}")
+            label = _escape(f"{record.request_id}: {record.outcome} {record.detail}")
             yield (
                 f'<path d="M{at - 4} {top + 22}l8 8m0 -8l-8 8" stroke="{_BAD}" stroke-width="2">'
                 f"<title>{label}</title></path>"
@@ -204,7 +210,7 @@ def _text(
     x: float, y: float, text: str, *, style: str | None = None, anchor: str = "start"
 ) -> Iterable[str]:
     kind = "" if style is None else f' class="{style}"'
-    yield f'<text x="{x}" y="{y}" text-anchor="{anchor}"{kind}>{escape(text)}</text>'
+    yield f'<text x="{x}" y="{y}" text-anchor="{anchor}"{kind}>{_escape(text)}</text>'
 
 
 def _seconds(value: float) -> str:

@@ -5,12 +5,14 @@ depends on the seed and the index alone, so two runs with one seed send the same
 same order, whatever the servers' speeds.
 """
 
+import hashlib
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from engine.bench.settings import check_body_keys
 from engine.errors import ConfigError
 
 # Frequent short words: with the space before it, each is one token in nearly every byte-pair
@@ -53,6 +55,10 @@ class PromptSource(Protocol):
         """The prompt of this index, always the same."""
         ...
 
+    def document(self) -> dict[str, object]:
+        """What makes them again, for a report."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPrompts:
@@ -64,6 +70,10 @@ class FixedPrompts:
     def prompt(self, index: int) -> Prompt:
         """The prompt, whatever the index."""
         return Prompt(text=self.text, max_tokens=self.output_len)
+
+    def document(self) -> dict[str, object]:
+        """See `PromptSource`."""
+        return {"dataset_name": "fixed", **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +100,10 @@ class RandomPrompts:
             ids = [generator.randrange(*self.token_id_range) for _ in range(length)]
             return Prompt(token_ids=ids, max_tokens=max_tokens)
         return Prompt(text=_words(generator, length), max_tokens=max_tokens)
+
+    def document(self) -> dict[str, object]:
+        """See `PromptSource`."""
+        return {"dataset_name": "random", **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +135,10 @@ class SharedPrefixPrompts:
             return Prompt(messages=messages, max_tokens=max_tokens)
         return Prompt(text=f"{prefix} {suffix}", max_tokens=max_tokens)
 
+    def document(self) -> dict[str, object]:
+        """See `PromptSource`."""
+        return {"dataset_name": "shared-prefix", **asdict(self)}
+
     def _prefix(self, number: int) -> str:
         return _words(random.Random(f"prefix-{self.seed}-{number}"), self.prefix_len)
 
@@ -130,22 +148,40 @@ class FilePrompts:
     """Lines of a JSONL file, in order, from the start again when they run out."""
 
     prompts: tuple[Prompt, ...]
+    path: Path
+    sha256: str
+    """Of the whole file."""
+    output_len: int
+    """Of lines that do not say."""
 
     def prompt(self, index: int) -> Prompt:
         """The line of this index, modulo their number; the warm-up takes the last ones."""
         return self.prompts[index % len(self.prompts)]
 
+    def document(self) -> dict[str, object]:
+        """See `PromptSource`."""
+        return {
+            "dataset_name": "custom",
+            "dataset_path": str(self.path),
+            "sha256": self.sha256,
+            "num_lines": len(self.prompts),
+            "output_len": self.output_len,
+        }
+
 
 def read_prompts(path: Path, *, output_len: int) -> FilePrompts:
     """Read a JSONL file: each line an object with `prompt` (text or token ids) or `messages`.
 
-    `max_tokens` is optional; every other key goes into the request's body.
+    `max_tokens` is optional; every other key goes into the request's body (`n` must be 1, and the
+    answer a stream).
 
     Raises:
         ConfigError: the file cannot be read, is empty, or a line (named) is wrong.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Only LF ends a line of JSONL: JSON strings may hold every other separator as it is.
+        content = path.read_bytes()
+        lines = content.decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read prompts from {path}: {error}") from error
     prompts = tuple(
@@ -155,18 +191,24 @@ def read_prompts(path: Path, *, output_len: int) -> FilePrompts:
     )
     if not prompts:
         raise ConfigError(f"{path} holds no prompt; give one JSON object a line")
-    return FilePrompts(prompts=prompts)
+    return FilePrompts(
+        prompts=prompts,
+        path=path,
+        sha256=hashlib.sha256(content).hexdigest(),
+        output_len=output_len,
+    )
 
 
 def _parse_line(line: str, place: str, output_len: int) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not JSON: {error}") from error
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise ConfigError(f"{place} must be an object with either `prompt` or `messages`")
     prompt, messages = entry.pop("prompt", None), entry.pop("messages", None)
     max_tokens = entry.pop("max_tokens", output_len)
+    check_body_keys(entry, ("stream", "stream_options"), place)
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise ConfigError(f"{place}: max_tokens must be a whole number of at least 1")
     if isinstance(messages, list) and messages:

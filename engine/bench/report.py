@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from engine.bench.measure import percentile_name
 from engine.bench.records import LoadRun, Outcome
 from engine.bench.timeline import tokens_per_bin
 
@@ -54,7 +55,11 @@ def print_report(
 def _heading(document: Mapping[str, Any], arrival: str) -> Text:
     settings = document["settings"]
     warmup = document["warmup"]
-    state = " — INTERRUPTED, figures of what there is" if document["interrupted"] else ""
+    state = ""
+    if document["interrupted"]:
+        state = " — INTERRUPTED, figures of what there is"
+        if not document["num_prompts"]:
+            state = " — INTERRUPTED before the first request of the load: nothing was measured"
     lines = [
         f"{settings['base_url']}  {settings['endpoint']}  {document['model_id']}{state}",
         f"{arrival}; {document['num_prompts']} requests in {document['duration']:.1f} s",
@@ -117,7 +122,7 @@ def _throughput(document: Mapping[str, Any]) -> Table:
 def _latencies(
     document: Mapping[str, Any], metrics: Sequence[str], percents: Sequence[float]
 ) -> Table:
-    columns = ["mean", *(f"p{percent:g}" for percent in percents), "max"]
+    columns = ["mean", *map(percentile_name, percents), "max"]
     table = Table(title="latency in ms", title_justify="left")
     table.add_column("")
     for name in columns:
@@ -135,7 +140,7 @@ def _over_time(run: LoadRun) -> Padding:
     peak = max(bins, default=0.0)
     scale = (len(_BLOCKS) - 1) / peak if peak else 0.0
     line = "".join(_BLOCKS[round(value * scale)] for value in bins)
-    text = f"output tokens/s over time, {seconds:.2g} s a column, highest {peak:,.0f}\n{line}"
+    text = f"output tokens/s over time, {seconds:.3g} s a column, highest {peak:,.0f}\n{line}"
     return Padding(Text(text), (1, 0))
 
 
@@ -143,7 +148,8 @@ def warnings_of(document: Mapping[str, Any]) -> list[str]:
     """What a reader must know before believing the figures."""
     notes = []
     client = document["client"]
-    late = client["sent_late_ms"].get("p99", client["sent_late_ms"].get("max", 0.0))
+    figure = "p99" if "p99" in client["sent_late_ms"] else "max"
+    late = client["sent_late_ms"].get(figure, 0.0)
     limit = document["settings"]["max_concurrency"]
     if late > _LATE_MS:
         reason = (
@@ -152,8 +158,8 @@ def warnings_of(document: Mapping[str, Any]) -> list[str]:
             else "this machine or the generator is too slow for the load"
         )
         notes.append(
-            f"requests went out {late:,.0f} ms late (p99): {reason}; the rows `from intended` "
-            "include the wait"
+            f"requests went out {late:,.0f} ms late ({figure}): {reason}; the rows "
+            "`from intended` include the wait"
         )
     if client["cpu_share_of_a_core"] > _BUSY_SHARE:
         notes.append(
@@ -164,6 +170,11 @@ def warnings_of(document: Mapping[str, Any]) -> list[str]:
         notes.append(
             f"{document['failed']} of {document['num_prompts']} requests failed and are in no "
             "latency figure"
+        )
+    if document["completed_without_output"]:
+        notes.append(
+            f"{document['completed_without_output']} answers were empty: they have no TTFT and no "
+            "TPOT, and miss no limit of these"
         )
     per_chunk = document["tokens_per_chunk"]
     if per_chunk is not None and per_chunk > 1.2:

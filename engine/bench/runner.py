@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 
 from engine.bench.arrivals import arrival_offsets_ns
 from engine.bench.client import StreamingClient, request_body
-from engine.bench.prompts import PromptSource
+from engine.bench.prompts import FilePrompts, PromptSource
 from engine.bench.records import NEVER_SENT, LoadRun, Outcome, RequestRecord
 from engine.bench.settings import LoadSettings
 
@@ -79,15 +79,19 @@ class _Run:
         self._records: list[RequestRecord] = []
         self._turns = asyncio.Semaphore(settings.max_concurrency or 1 << 62)
         # Encoded before the clock starts, where their number is known and memory allows.
-        num_bodies = min(settings.num_prompts or 0, _MAX_ENCODED)
+        num_bodies = min(settings.num_prompts or 1, _MAX_ENCODED)
         self._bodies = [self._encode(index) for index in range(num_bodies)]
+        if isinstance(prompts, FilePrompts):
+            for prompt in prompts.prompts:  # one that does not suit must not end a load midway
+                request_body(prompt, settings, model)
 
     async def run(self) -> LoadRun:
         await self._until_stopped(self._warm_up())
         warmups, self._records = tuple(self._records), []
         cpu_start, start_ns = time.process_time(), time.perf_counter_ns()
         loop = self._closed_loop if self._settings.closed_loop else self._open_loop
-        await self._until_stopped(loop(start_ns))
+        if not self._stop.is_set():  # else it ends with the warm-up
+            await self._until_stopped(loop(start_ns))
         records = tuple(sorted(self._records, key=lambda record: record.index))
         return LoadRun(
             model=self._model,
@@ -97,7 +101,8 @@ class _Run:
             end_ns=max((record.end_ns for record in records), default=time.perf_counter_ns()),
             client_cpu_s=time.process_time() - cpu_start,
             interrupted=self._stop.is_set(),
-            settings=self._settings.document(),
+            settings=self._settings.document()
+            | {"model": self._model, "prompts": self._prompts.document()},
         )
 
     async def _until_stopped(self, work: Coroutine[None, None, None]) -> None:
@@ -132,9 +137,10 @@ class _Run:
                 index += 1
 
         remaining = indices()
-        assert self._settings.max_concurrency is not None
+        num_places = self._settings.max_concurrency
+        assert num_places is not None
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._settings.max_concurrency):
+            for _ in range(min(num_places, self._settings.num_prompts or num_places)):
                 group.create_task(self._place(remaining))
 
     async def _place(self, remaining: Iterator[int]) -> None:

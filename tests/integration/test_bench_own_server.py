@@ -4,23 +4,14 @@ import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    """The embedded model, served."""
-    with ServerProcess("--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)) as one:
-        yield one
 
 
 def bench(server: ServerProcess, *arguments: str) -> dict[str, Any]:
@@ -51,14 +42,14 @@ def counters(server: ServerProcess) -> dict[str, float]:
     return totals
 
 
-def test_a_poisson_load_is_counted_alike_on_both_sides(server: ServerProcess) -> None:
-    before = counters(server)
+def test_a_poisson_load_is_counted_alike_on_both_sides(embedded_server: ServerProcess) -> None:
+    before = counters(embedded_server)
     document = bench(
-        server,
+        embedded_server,
         *("--num-prompts", "8", "--request-rate", "8", "--input-len", "20", "--output-len", "6"),
         *("--ignore-eos", "--goodput", "ttft:60000"),
     )
-    after = counters(server)
+    after = counters(embedded_server)
     assert document["outcomes"] == {"ok": 8}
     assert document["model_id"] == "SmolLM2-135M-Instruct"
     assert document["tokens_counted_by"] == "usage"
@@ -70,9 +61,9 @@ def test_a_poisson_load_is_counted_alike_on_both_sides(server: ServerProcess) ->
     assert after[name] - before[name] == 48
 
 
-def test_shared_prefixes_are_found_in_the_servers_cache(server: ServerProcess) -> None:
+def test_shared_prefixes_are_found_in_the_servers_cache(embedded_server: ServerProcess) -> None:
     document = bench(
-        server,
+        embedded_server,
         *("--num-prompts", "6", "--max-concurrency", "2", "--endpoint", "chat", "--ignore-eos"),
         *("--dataset-name", "shared-prefix", "--num-prefixes", "1", "--prefix-len", "96"),
         *("--input-len", "8", "--output-len", "4", "--num-warmups", "1"),
@@ -82,9 +73,9 @@ def test_shared_prefixes_are_found_in_the_servers_cache(server: ServerProcess) -
     assert document["total_cached_tokens"] >= 6 * 96
 
 
-def test_token_ids_are_taken_as_they_are(server: ServerProcess) -> None:
+def test_token_ids_are_taken_as_they_are(embedded_server: ServerProcess) -> None:
     document = bench(
-        server,
+        embedded_server,
         *("--num-prompts", "4", "--max-concurrency", "4", "--token-ids", "100:20000"),
         *("--input-len", "33", "--output-len", "3", "--ignore-eos"),
     )

@@ -359,7 +359,9 @@ def test_requests_carry_what_they_were_told_to(tmp_path: Path) -> None:
             chat=True,
         )
         load(server, shared, num_prompts=1, endpoint="chat")
-    first, second = server.exchanges
+        own = {"authorization": "Bearer mine", "content-type": "application/json; a=b"}
+        load(server, shared, num_prompts=1, endpoint="chat", api_key="key", headers=own)
+    first, second, third = server.exchanges
     assert first.body == {
         "model": "other",
         "prompt": [1, 2],
@@ -378,6 +380,10 @@ def test_requests_carry_what_they_were_told_to(tmp_path: Path) -> None:
     assert [message["role"] for message in second.body["messages"]] == ["system", "user"]
     assert second.body["max_completion_tokens"] == 4
     assert "authorization" not in second.headers
+    # What is given wins, in any spelling, and is sent once.
+    assert third.headers["authorization"] == "Bearer mine"
+    assert third.headers["content-type"] == "application/json; a=b"
+    assert len(third.headers) == len(second.headers) + 1
 
 
 def test_cached_tokens_are_read_from_the_usage() -> None:
@@ -392,23 +398,31 @@ def test_cached_tokens_are_read_from_the_usage() -> None:
         assert measure(load(server))["total_cached_tokens"] == 30
 
 
+@pytest.mark.parametrize("lasting", [{}, {"num_prompts": None, "duration_s": 0.3}])
 @pytest.mark.parametrize(
     ("endpoint", "prompt", "message"),
     [
         ("chat", '{"prompt": [1]}', "takes no token ids"),
         ("completions", '{"messages": [{"role": "user", "content": "a"}]}', "take no messages"),
+        ("completions", '{"prompt": "\\ud800"}', "no valid text"),
     ],
 )
 def test_prompts_that_do_not_suit_the_endpoint_are_refused_before_anything_is_sent(
-    endpoint: str, prompt: str, message: str, tmp_path: Path
+    endpoint: str, prompt: str, message: str, lasting: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text(prompt)
+    path.write_text('{"prompt": "fine"}\n' * 9 + prompt)
     with (
         fake_server(steady(ttft_s=0.0, itl_s=0.0)) as server,
         pytest.raises(ConfigError, match=message),
     ):
-        load(server, read_prompts(path, output_len=1), endpoint=endpoint)
+        load(
+            server,
+            read_prompts(path, output_len=1),
+            endpoint=endpoint,
+            max_concurrency=2,
+            **lasting,
+        )
     assert server.exchanges == []
 
 
@@ -427,6 +441,15 @@ def test_the_load_waits_until_the_server_is_ready() -> None:
         with pytest.raises(ServerNotReadyError, match="OPENAI_API_KEY"):
             load(server, ready_timeout_s=30.0)
         assert time.monotonic() - began < 5
+
+
+def test_a_server_that_never_answers_is_waited_for_as_long_as_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(ServerNotReadyError, match=r"not ready after 0\.3 s"):
+            run_in_loop(LoadSettings(base_url=url, ready_timeout_s=0.3), PROMPTS)
+    assert time.monotonic() - began < 5
 
 
 def command(*arguments: str) -> subprocess.Popen[str]:

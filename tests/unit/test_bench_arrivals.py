@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from engine.bench.arrivals import arrival_offsets_ns
+from engine.bench.settings import LoadSettings
 
 COUNT = 20_000
 
@@ -47,6 +48,16 @@ def test_the_gaps_do_not_depend_on_each_other() -> None:
 
 def test_an_infinite_rate_is_a_burst_at_the_start() -> None:
     assert list(itertools.islice(arrival_offsets_ns(math.inf, 1.0, seed=0), 5)) == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("rate", "burstiness"), [(1e-6, 1e-3), (1e-6, 1e6), (1e9, 1e-3), (1e9, 1e6)]
+)
+def test_offsets_are_numbers_at_the_limits_of_the_settings(rate: float, burstiness: float) -> None:
+    LoadSettings(base_url="http://h", request_rate=rate, burstiness=burstiness)
+    offsets = list(itertools.islice(arrival_offsets_ns(rate, burstiness, seed=0), 1000))
+    assert offsets == sorted(offsets)
+    assert offsets[0] >= 0
 
 
 def test_a_seed_repeats_the_offsets_and_another_does_not() -> None:

@@ -139,12 +139,23 @@ def test_the_key_comes_from_flag_or_environment_and_is_in_no_document(
         ("--base-url h:8000", "must begin with http"),
         ("--num-prompts 0", "num_prompts must be at least 1"),
         ("--max-concurrency 0", "max_concurrency must be at least 1"),
-        ("--request-rate 0", "request_rate must be more than 0"),
-        ("--request-rate nan", "request_rate must be more than 0"),
-        ("--burstiness -1", "burstiness must be more than 0"),
-        ("--burstiness inf", "burstiness must be finite"),
+        ("--request-rate 0", "request_rate must be from 1e-06 to 1e"),
+        ("--request-rate nan", "request_rate must be from"),
+        ("--request-rate 1e-300", "request_rate must be from"),
+        ("--burstiness -1", "burstiness must be from 0.001 to 1e"),
+        ("--burstiness inf", "burstiness must be from"),
+        ("--burstiness 1e-300", "burstiness must be from"),
         ("--timeout 0", "timeout_s must be more than 0"),
-        ("--num-warmups -1", "must not be negative"),
+        ("--timeout nan", "timeout_s must be more than 0"),
+        ("--duration nan", "duration_s must be more than 0"),
+        ("--ready-timeout nan", "ready_timeout_s must be at least 0"),
+        ("--num-warmups -1", "num_warmups must be at least 0"),
+        ("--temperature nan", "temperature must be a number"),
+        ("--temperature inf", "temperature must be a number"),
+        ("--temperature -1", "temperature must be a number"),
+        ("--range-ratio nan", "from 0 to 1"),
+        ("--slo-ttft-ms nan", "more than 0"),
+        ("--model ", "model must be a name"),
         ("--duration 5", "needs num_prompts"),
         ("--range-ratio 1.5", "from 0 to 1"),
         ("--input-len 0", "--input-len must be at least 1"),
@@ -168,15 +179,81 @@ def test_the_key_comes_from_flag_or_environment_and_is_in_no_document(
         ("--metric-percentiles 50,x", "--metric-percentiles"),
         ("--metric-percentiles 101", "--metric-percentiles"),
         ("--header novalue", "NAME=VALUE"),
+        ("--header a=1 a=2", "names a twice"),
+        ("--header a=1 A=2", "names? A twice"),
+        ('--extra-body {"top_p":NaN}', "cannot be sent as JSON"),
         ('--extra-body {"n":2}', "extra_body may not set n"),
         ('--extra-body {"stream":false}', "extra_body may not set stream"),
         ("--save-detailed", "needs --save"),
         ("--save /nowhere/at/all.json", "is no folder"),
+        ("--save /", "--save takes a file, and / is a folder"),
+        ("--plot .", "--plot takes a file"),
+        ("--save ../a --plot .././a", "name the same file"),
     ],
 )
 def test_wrong_flags_are_refused_with_words(given: Any, arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        given(*arguments.split())
+        given(*arguments.split(" "))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://", "scheme://host:port"),
+        ("http://:80", "scheme://host:port"),
+        ("http://h:x", "scheme://host:port"),
+        ("http://h:99999", "scheme://host:port"),
+        ("http://[::1", "scheme://host:port"),
+        ("http://a b", "scheme://host:port"),
+        ("http://a\nb", "scheme://host:port"),
+        ("http://" + "a" * 64, "scheme://host:port"),
+        ("http://h/?a=b", "no query"),
+        ("http://h#f", "no fragment"),
+        ("http://me:secret@h", "no user or password"),
+    ],
+)
+def test_a_url_that_leads_nowhere_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        LoadSettings(base_url=url)
+    assert "secret" not in str(caught.value)
+
+
+def test_hosts_of_all_kinds_are_accepted() -> None:
+    for host in ("h", "[::1]:8000", "10.0.0.1:1", "my_host.example.", "bücher.example", "h/prefix"):
+        assert LoadSettings(base_url=f"https://{host}/v1").root_url == f"https://{host}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"headers": {"X": "secret\nb"}}, "the value of header X"),
+        ({"headers": {"X": "secret\x7f"}}, "the value of header X"),
+        ({"headers": {"X": "secret\udc80"}}, "the value of header X"),
+        ({"headers": {"X Y": "secret"}}, "'X Y' is no name of a header"),
+        ({"headers": {"X\n": "secret"}}, "is no name of a header"),
+        ({"headers": {"é": "secret"}}, "is no name of a header"),
+        ({"headers": {"x-request-id": "a"}}, "may not set x-request-id; use request_id_prefix"),
+        ({"headers": {"Content-Length": "3"}}, "may not set Content-Length"),
+        ({"headers": {"Expect": "100-continue"}}, "may not set Expect"),
+        ({"api_key": "secret\n"}, "api_key"),
+        ({"api_key": " "}, "api_key"),
+        ({"request_id_prefix": "a\nb"}, "request_id_prefix must be printable ASCII"),
+        ({"request_id_prefix": "é"}, "request_id_prefix must be printable ASCII"),
+        ({"request_id_prefix": " a"}, "request_id_prefix must be printable ASCII"),
+        ({"extra_body": {"a": "\ud800"}}, "cannot be sent as JSON"),
+    ],
+)
+def test_what_http_cannot_carry_is_refused_without_telling_secrets(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        LoadSettings(base_url="http://h", **changes)
+    assert "secret" not in str(caught.value)
+
+
+def test_ordinary_headers_are_accepted() -> None:
+    headers = {"X-Tenant": "müller & co\t(1)", "Host": "h", "X-Empty": ""}
+    assert LoadSettings(base_url="http://h", headers=headers, request_id_prefix="").headers
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])

@@ -39,6 +39,7 @@ def test_a_distribution_names_its_percentiles() -> None:
         "max": 3.0,
     }
     assert distribution([], (50,)) == {}
+    assert {"p0", "p100", "p99.99999"} < distribution([1.0, 2.0], (0.0, 99.99999, 100)).keys()
 
 
 def test_latencies_are_those_of_the_definitions() -> None:
@@ -62,6 +63,18 @@ def test_a_single_token_has_no_time_per_token() -> None:
     assert document["p50_ttft_ms"] == 5
     assert "p50_tpot_ms" not in document
     assert "p50_itl_ms" not in document
+
+
+def test_an_answer_in_one_chunk_has_no_time_per_token() -> None:
+    whole = record(0, due=0, chunks=(500,), end=501, completion_tokens=50)
+    assert "mean_tpot_ms" not in measure(load_run(whole, end=501))
+    both = load_run(whole, record(1, due=0, chunks=(10, 30), end=31), end=501)
+    assert measure(both)["mean_tpot_ms"] == 20
+
+
+def test_answers_without_output_are_told() -> None:
+    run = load_run(record(0, due=0, end=5), record(1, due=0, chunks=(2,), end=5), end=5)
+    assert measure(run)["completed_without_output"] == 1
 
 
 def test_tokens_are_counted_by_events_where_usage_is_missing_and_it_is_said() -> None:
@@ -114,6 +127,7 @@ def test_goodput_is_judged_from_the_intended_time() -> None:
     document = measure(run, objective=Objective(ttft_ms=50, tpot_ms=20))
     assert document["request_goodput"] == 1
     assert document["goodput_ratio"] == 0.4
+    assert document["goodput_limits"] == {"ttft_ms": 50, "tpot_ms": 20, "e2el_ms": None}
     assert measure(run, objective=Objective(e2el_ms=65))["goodput_ratio"] == 0.2
     assert measure(run, objective=Objective())["goodput_ratio"] == 0.8
     assert "request_goodput" not in measure(run)
@@ -145,6 +159,27 @@ def test_the_steady_state_lies_between_first_end_and_last_sending() -> None:
     assert measure(run)["steady_state"] == {
         "duration": 2.0,
         "output_throughput": 10.5,
+        "request_throughput": 0.5,  # the second; the first one's end is the border
+    }
+
+
+def test_the_steady_state_of_an_even_load_is_its_rate() -> None:
+    """One place of a closed loop, a request of ten tokens a second: border ends count once."""
+    run = load_run(
+        *(
+            record(
+                i,
+                due=i * 1000 + 1,  # a moment after the end before it, as always
+                chunks=tuple(i * 1000 + at for at in range(50, 1000, 100)),
+                end=i * 1000 + 1000,
+            )
+            for i in range(5)
+        ),
+        end=5000,
+    )
+    assert measure(run)["steady_state"] == {
+        "duration": 3.001,
+        "output_throughput": 10.0,
         "request_throughput": 1.0,
     }
 

@@ -1,10 +1,12 @@
 """Prompts: lengths, what they share, files and what is wrong with them."""
 
+import hashlib
 import itertools
 import json
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from scipy import stats
@@ -100,6 +102,26 @@ def test_a_fixed_prompt_is_always_the_same() -> None:
     assert source.prompt(0) == source.prompt(-5) == source.prompt(99)
 
 
+def test_a_report_says_what_makes_the_prompts_again(tmp_path: Path) -> None:
+    for source in (
+        FixedPrompts(text="Hello", output_len=3),
+        random_prompts(token_id_range=(5, 9)),
+        shared_prompts(chat=True),
+    ):
+        document = source.document()
+        assert document.pop("dataset_name") in ("fixed", "random", "shared-prefix")
+        assert type(source)(**cast(Any, document)) == source
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Hi"}\n{"prompt": [5], "max_tokens": 2}\n')
+    assert read_prompts(file, output_len=7).document() == {
+        "dataset_name": "custom",
+        "dataset_path": str(file),
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "num_lines": 2,
+        "output_len": 7,
+    }
+
+
 def test_each_word_is_one_token_of_the_embedded_model() -> None:
     from engine.checkpoint.locate import resolve_model
     from engine.frontend.tokenizer import get_tokenizer
@@ -128,6 +150,16 @@ def test_a_file_gives_its_lines_in_order_and_again(tmp_path: Path) -> None:
     assert source.prompt(-1) == third
 
 
+def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "c\u2029d", "e\x85f", "g\x7fh"]
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    for line_end in ("\n", "\r\n"):
+        path.write_bytes(line_end.join([*lines, ""]).encode())
+        source = read_prompts(path, output_len=1)
+        assert [prompt.text for prompt in source.prompts] == texts
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -140,6 +172,10 @@ def test_a_file_gives_its_lines_in_order_and_again(tmp_path: Path) -> None:
         ('{"messages": []}', "neither empty"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be"),
         ('{"prompt": "a", "max_tokens": "9"}', "max_tokens must be"),
+        ('{"prompt": "a", "n": 2}', ":2 may not set n"),
+        ('{"prompt": "a", "stream": false}', ":2 may not set stream"),
+        ('{"prompt": "a", "top_p": NaN}', ":2 cannot be sent as JSON"),
+        ("[" * 100_000, ":2 is not JSON"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:

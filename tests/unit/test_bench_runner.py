@@ -1,6 +1,7 @@
 """When the generator sends: under a clock that the test moves, to a server that is not there."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,74 @@ class FakeClient:
             end_ns=self._clock.now_ns,
             outcome=Outcome.OK,
         )
+
+
+class InterruptedClient(FakeClient):
+    """Ctrl-C comes while the first warm-up request is in flight."""
+
+    def __init__(self, clock: FakeClock, stop: asyncio.Event) -> None:
+        super().__init__(clock)
+        self._stop = stop
+        self.indices: list[int] = []
+
+    async def send(
+        self, body: bytes, *, index: int, intended_ns: int, request_id: str
+    ) -> RequestRecord:
+        """As `StreamingClient.send`: a cancelled task gives a record too."""
+        self.indices.append(index)
+        record = await super().send(
+            body, index=index, intended_ns=intended_ns, request_id=request_id
+        )
+        self._stop.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return replace(record, outcome=Outcome.CANCELLED)
+        return record
+
+
+@pytest.mark.parametrize("max_concurrency", [None, 64])
+def test_ctrl_c_in_the_warm_up_begins_no_load(
+    monkeypatch: pytest.MonkeyPatch, max_concurrency: int | None
+) -> None:
+    settings = LoadSettings(
+        base_url="http://h", num_prompts=500, num_warmups=1, max_concurrency=max_concurrency
+    )
+    prompts: Any = SimpleNamespace(prompt=lambda index: None)
+    monkeypatch.setattr(runner, "request_body", lambda prompt, settings, model: b"{}")
+
+    async def load() -> tuple[Any, list[int]]:
+        stop = asyncio.Event()
+        client: Any = InterruptedClient(FakeClock(), stop)
+        run = await runner._Run(settings, prompts, client, "m", stop, None).run()
+        return run, client.indices
+
+    run, indices = asyncio.run(load())
+    assert indices == [-1]
+    assert run.records == ()
+    assert run.interrupted
+    assert [record.outcome for record in run.warmups] == [Outcome.CANCELLED]
+
+
+def test_a_closed_loop_has_no_more_places_than_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = LoadSettings(base_url="http://h", num_prompts=3, max_concurrency=2000)
+    prompts: Any = SimpleNamespace(prompt=lambda index: None)
+    monkeypatch.setattr(runner, "request_body", lambda prompt, settings, model: b"{}")
+    client: Any = FakeClient(FakeClock())
+    num_tasks = []
+    send = client.send
+
+    async def counting(*arguments: Any, **options: Any) -> RequestRecord:
+        num_tasks.append(len(asyncio.all_tasks()))
+        return await send(*arguments, **options)
+
+    client.send = counting
+
+    async def load() -> Any:
+        return await runner._Run(settings, prompts, client, "m", asyncio.Event(), None).run()
+
+    assert len(asyncio.run(load()).records) == 3
+    assert max(num_tasks) < 10
 
 
 def test_no_request_is_sent_before_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
