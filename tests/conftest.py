@@ -1,6 +1,7 @@
 """What holds for every test: a clean environment before it, nothing left behind after it."""
 
 import gc
+import io
 import logging
 import os
 import signal
@@ -43,6 +44,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of the caller's shell reaches a test."""
     for name in [name for name in os.environ if name.startswith(_PREFIXES)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def ascii_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files whose encoding nobody names are ASCII to `pathlib`, as under LC_CTYPE=C."""
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
 
 
 @pytest.fixture(autouse=True)

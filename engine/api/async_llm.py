@@ -14,13 +14,13 @@ from typing import Any
 
 from engine.api.async_engine import AsyncEngine
 from engine.api.chat import Messages, chat_prompt, template_variables
-from engine.api.text_threads import LONG_TEXT, Result, is_long
+from engine.api.text_threads import Result, is_long
 from engine.config import EngineConfig
 from engine.frontend.input_processor import ProcessedParams, ProcessedPrompt, Prompt
 from engine.frontend.output_stream import RequestStream
 from engine.frontend.request_intake import id_in_use
 from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION
-from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.tokenizer import LONG_TEXT, Tokenizer
 from engine.types.attachment import CoreAttachment
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams
@@ -81,6 +81,9 @@ class AsyncLLM(AsyncEngine):
         traceparent: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Outputs of one request as they come; `output_kind` says which part of the text each has.
+
+        With n > 1 an output has only the choices in which something is new, as with vLLM; a choice
+        that has ended is not repeated, and `finished` is about all of them.
 
         The request is sent when the first output is asked for. Leaving the loop aborts it (close
         the generator, or use `contextlib.aclosing`, to have that happen at once).

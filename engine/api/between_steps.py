@@ -1,6 +1,6 @@
 """Calls from other threads that are made between two steps of the thread that generates.
 
-Knows who holds the engine's lock. Does not know what is called.
+Knows which thread has the engine. Does not know what is called.
 """
 
 import threading
@@ -20,53 +20,63 @@ ResultT = TypeVar("ResultT")
 class BetweenSteps:
     """Lets threads use an engine that one of them holds for the length of a generation.
 
-    Whoever holds the lock for long calls `run_pending` now and then; whoever finds it free makes
+    Whoever has the engine for long calls `run_pending` now and then; whoever finds it free makes
     the call itself.
     """
 
-    def __init__(self, lock: "threading.RLock") -> None:
-        self._lock = lock
+    def __init__(self) -> None:
+        # A signal's handler may come between the lock and `_holder`: it must not wait for itself.
+        self._lock = threading.RLock()
         self._pending: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._generating: int | None = None
+        self._holder: int | None = None
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Take the engine for the length of a generation."""
+        """Take the engine for the length of a generation.
+
+        Raises:
+            IsinglassError: this thread has it already, see `call`.
+        """
+        self._refuse_holder()
         with self._lock:
-            before, self._generating = self._generating, threading.get_ident()
+            self._holder = threading.get_ident()
             try:
                 yield
             finally:
-                self._generating = before
+                self._holder = None
 
     def call(self, function: Callable[[], ResultT]) -> ResultT:
         """Call a function while no step is being taken; returns or raises what it does.
 
         Raises:
-            IsinglassError: this thread is in the middle of a generation (so the call comes from a
-                signal's handler), or the thread that was to make the call was interrupted.
+            IsinglassError: this thread is in the middle of a generation or of another call (so this
+                one comes from a signal's handler), or the thread that was to make the call was
+                interrupted.
         """
-        if self._generating == threading.get_ident():
-            raise IsinglassError(
-                "this thread is generating: its signal handlers cannot call the engine. Call from "
-                "another thread."
-            )
+        self._refuse_holder()
         future: Future[ResultT] = Future()
-        self._pending.append((future, function))
-        while not future.done():
-            if self._lock.acquire(timeout=_RETRY_S):
-                try:
-                    self.run_pending()
-                finally:
-                    self._lock.release()
+        try:
+            self._pending.append((future, function))
+            while not future.done():
+                if self._lock.acquire(timeout=_RETRY_S):
+                    try:
+                        self._holder = threading.get_ident()
+                        self.run_pending()
+                    finally:
+                        self._holder = None
+                        self._lock.release()
+        except BaseException:
+            future.cancel()  # who was interrupted does not expect it to be made later
+            raise
         return future.result()
 
     def run_pending(self) -> None:
-        """Make the calls that others wait for; the lock's holder only."""
+        """Make the calls that others wait for; for the thread that has the engine only."""
         while self._pending:
             future, function = self._pending.popleft()
             try:
-                future.set_result(function())
+                if future.set_running_or_notify_cancel():
+                    future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
             except BaseException:
@@ -75,3 +85,10 @@ class BetweenSteps:
                     IsinglassError("the thread that was to make this call was interrupted")
                 )
                 raise
+
+    def _refuse_holder(self) -> None:
+        if self._holder == threading.get_ident():
+            raise IsinglassError(
+                "this thread is in the middle of a call of the engine: its signal handlers cannot "
+                "call the engine. Call from another thread."
+            )

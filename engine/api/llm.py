@@ -5,7 +5,6 @@ with LLM() as llm:
 """
 
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -41,6 +40,10 @@ class _Item(NamedTuple):
 class LLM(EngineViews):
     """An engine for offline use. Thread-safe: calls from several threads wait for each other.
 
+    A signal's handler cannot call an engine that its own thread is calling: that is an
+    IsinglassError. With enable_multiprocessing=False it should let no error out, which would be
+    taken for one of the step that it interrupts.
+
     Requests arrive when the call is made: checking, tokenising and waiting for other threads' calls
     are part of their time in the queue.
 
@@ -62,11 +65,10 @@ class LLM(EngineViews):
     _between_steps: BetweenSteps
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
-        self._lock = threading.RLock()
         self._next_id = 0
         self._host = EngineHost(EngineConfig.from_kwargs(model=model, **kwargs))
         self._host.start()
-        self.begin(self._host, between_steps=BetweenSteps(self._lock))
+        self.begin(self._host, between_steps=BetweenSteps())
 
     # -- generating ------------------------------------------------------------------------------
 
@@ -121,7 +123,7 @@ class LLM(EngineViews):
         tokenizer = self.get_tokenizer()
         # Metrics are counted by one thread at a time.
         with (
-            self._lock,
+            self._between_steps.generating(),
             self.llm_engine.counting_rejections(params=sampling_params, operation=CHAT),
         ):
             prompts = [
@@ -182,8 +184,7 @@ class LLM(EngineViews):
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while requests are running."""
-        with self._lock:
-            return self.llm_engine.reset_prefix_cache()
+        return self._between_steps.call(self.llm_engine.reset_prefix_cache)
 
     def shutdown(self) -> None:
         """Stop the engine core and leave nothing behind; harmless when called twice."""

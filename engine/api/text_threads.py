@@ -1,6 +1,6 @@
 """Where texts are processed for an event loop: short ones at once, long ones beside it.
 
-Knows how long is long. Does not know what is done with a text.
+Knows what is as long as a long text. Does not know what is done with a text.
 """
 
 import asyncio
@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from engine.frontend.input_processor import Prompt
+from engine.frontend.tokenizer import LONG_TEXT
 
-LONG_TEXT = 2000
-"""Characters from which on a text leaves the event loop: about a millisecond of it."""
 _NUM_THREADS = 4
 _IDS_PER_CHARACTER = 4
 """Token ids that are checked in the time that one character of text takes."""

@@ -20,9 +20,13 @@ from engine.frontend.token_counts import TokenCounts
 from engine.frontend.tokenizer_files import find_tokenizer, read_tokenizer
 from engine.types.sampling_checks import short
 
-_LONG_TEXT = 2000
-"""Characters from which on a text is encoded as a batch of one: that lets other threads run, while
-`encode` keeps Python to itself for as long as it takes, which is seconds for a megabyte."""
+LONG_TEXT = 2000
+"""Characters from which on a text, about a millisecond's work, is encoded as a batch of one: that
+lets other threads run, while `encode` of the library keeps Python to itself for as long as it
+takes, which is seconds for a megabyte."""
+
+_MAX_ID = 2**32 - 1
+"""The highest id that the library takes, whatever the vocabulary."""
 
 
 class Tokenizer:
@@ -100,7 +104,7 @@ class Tokenizer:
             PromptError: not a string, or one with lone surrogates.
         """
         _check_text(text)
-        if len(text) > _LONG_TEXT:
+        if len(text) > LONG_TEXT:
             return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -142,7 +146,7 @@ class Tokenizer:
         Raises:
             PromptError: not a string, or one with lone surrogates.
         """
-        if self._ends is None or len(text) <= _LONG_TEXT:
+        if self._ends is None or len(text) <= LONG_TEXT:
             ids = self.encode(text, add_special_tokens=add_special_tokens)
         else:
             _check_text(text)
@@ -163,7 +167,7 @@ class Tokenizer:
         Ids that the vocabulary does not have add nothing: a model's logits may be wider than it.
 
         Raises:
-            PromptError: not a list of integers of at least 0.
+            PromptError: not a list of integers from 0 to 4294967295.
         """
         return self.backend.decode(checked_ids(ids), skip_special_tokens=skip_special_tokens)
 
@@ -293,7 +297,7 @@ def checked_ids(ids: Any) -> list[int]:
     """Token ids as a plain list.
 
     Raises:
-        PromptError: not a list of integers of at least 0.
+        PromptError: not a list of integers from 0 to 4294967295.
     """
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
@@ -302,9 +306,10 @@ def checked_ids(ids: Any) -> list[int]:
     ids = list(ids)
     for position, one in enumerate(ids):
         integral = isinstance(one, numbers.Integral) and not isinstance(one, bool)
-        if not integral or not 0 <= one < 2**32:
+        if not integral or not 0 <= one <= _MAX_ID:
             raise PromptError(
-                f"token id {short(one)} at position {position} is not an integer of at least 0"
+                f"token id {short(one)} at position {position} is not an integer from 0 to "
+                f"{_MAX_ID}"
             )
     return [int(one) for one in ids]
 

@@ -110,13 +110,14 @@ def _publish(work: Path, target: Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix="new-", dir=target.parent))
-        shutil.copytree(work, staging, dirs_exist_ok=True)
         try:
+            shutil.copytree(work, staging, dirs_exist_ok=True)
             os.replace(staging, target)
         except OSError:
-            shutil.rmtree(staging, ignore_errors=True)
             if not (target / "tokenizer.json").is_file():
                 raise
+        finally:  # after an error, or an interrupt: moved, there is none
+            shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         logger.warning("cannot keep the converted tokenizer in %s: %s", target.parent, error)
         atexit.register(shutil.rmtree, work, ignore_errors=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from engine.api.async_llm import AsyncLLM
+from engine.frontend.tokenizer import Tokenizer
 from engine.server.conversations import Conversation
 from engine.server.json_body import JsonRoute, json_response
 from engine.server.protocol.common import answers
@@ -18,7 +18,7 @@ from engine.server.protocol.tokenize import (
 )
 from engine.server.sampling import naming_fields
 from engine.server.state import server_of
-from engine.server.tools.plan import plan_chat
+from engine.server.tools.plan import ChatPlan, plan_chat
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -33,16 +33,24 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     state = server_of(request)
     state.require_ready()
     state.check_model(body.model)
-    ids = await _ids(state.engine, body, request)
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": state.engine.config.model.max_model_len,
-        "tokens": ids,
-    }
-    if body.return_token_strs:
-        tokenizer = state.engine.get_tokenizer()
-        answer["token_strs"] = [tokenizer.id_to_token(token_id) for token_id in ids]
-    return json_response(answer)
+    engine, text, adds = state.engine, body.prompt, body.add_special_tokens is not False
+    if text is None:
+        with naming_fields({}, prompt="messages"):
+            conversation = Conversation.of(body, body.messages, request)
+            size = request.state.num_body_bytes  # tools in it may take a while to look through
+            plan = await engine.with_texts(partial(_plan, conversation), num_characters=size)
+            prompt = await conversation.render(plan)
+        text, adds = prompt["prompt"], prompt.get("add_special_tokens", True)
+    answer = partial(
+        _answer,
+        engine.get_tokenizer(),
+        text,
+        add_special_tokens=adds,
+        with_strings=bool(body.return_token_strs),
+        max_model_len=engine.config.model.max_model_len,
+    )
+    with naming_fields({}):
+        return await engine.with_texts(answer, text)
 
 
 @router.post(
@@ -79,20 +87,26 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
     }
 
 
-async def _ids(engine: AsyncLLM, body: TokenizeRequest, request: Request) -> list[int]:
-    text, adds = body.prompt, body.add_special_tokens is not False
-    if text is None:
-        with naming_fields({}, prompt="messages"):
-            conversation = Conversation.of(body, body.messages, request)
-            plan = plan_chat(
-                conversation.formats,
-                body.messages,
-                tools=body.tools,
-                chat_template_kwargs=body.chat_template_kwargs,
-                is_answered=False,
-            )
-            prompt = await conversation.render(plan)
-        text, adds = prompt["prompt"], prompt.get("add_special_tokens", True)
-    with naming_fields({}):
-        encode = partial(engine.get_tokenizer().encode, text, add_special_tokens=adds)
-        return await engine.with_texts(encode, text)
+def _plan(conversation: Conversation) -> ChatPlan:
+    return plan_chat(
+        conversation.formats,
+        conversation.messages,
+        tools=conversation.body.tools,
+        chat_template_kwargs=conversation.variables,
+        is_answered=False,
+    )
+
+
+def _answer(
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    add_special_tokens: bool,
+    with_strings: bool,
+    max_model_len: int | None,
+) -> Response:
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
+    if with_strings:
+        answer["token_strs"] = [tokenizer.id_to_token(token_id) for token_id in ids]
+    return json_response(answer)

@@ -1,7 +1,10 @@
 """A tour of the offline interface on real engines: what a user of `LLM` may ask and gets."""
 
+import dataclasses
 import itertools
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,7 +124,7 @@ def test_truncated_prompt(tiny: LLM) -> None:
 def test_n_sequences_differ_and_share_the_prompt(tiny_llama: Path) -> None:
     (prompt,) = random_prompts(22, [50], VOCAB_SIZE)
     params = SamplingParams(n=4, temperature=1.5, max_tokens=12, ignore_eos=True)
-    with LLM(tiny_llama, skip_tokenizer_init=True, **SMALL) as llm:
+    with in_process(tiny_llama) as llm:
         (output,) = generate(llm, [prompt], params)
         assert [one.index for one in output.outputs] == [0, 1, 2, 3]
         assert len({tuple(one.token_ids) for one in output.outputs}) == 4
@@ -308,6 +311,77 @@ def test_reset_prefix_cache(tiny: LLM) -> None:
     assert [output.num_cached_tokens for output in generate(tiny, prompts)] == [64, 32]
     assert tiny.reset_prefix_cache() is True
     assert [output.num_cached_tokens for output in generate(tiny, prompts)] == [0, 0]
+
+
+@pytest.mark.parametrize("multiprocessing", [True, False])
+def test_a_handler_of_a_signal_cannot_call_the_engine_that_it_interrupts(
+    tiny: LLM, tiny_llama: Path, multiprocessing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny if multiprocessing else in_process(tiny_llama)
+    expected = generate(llm, [1, 2, 3])
+    step, errors = llm.llm_engine.step, []
+
+    def interrupted() -> Any:
+        signal.raise_signal(signal.SIGALRM)
+        return step()
+
+    def handle(*_: Any) -> None:
+        for call in (lambda: generate(llm, [4, 5]), llm.reset_prefix_cache, llm.profile_status):
+            with pytest.raises(IsinglassError, match="Call from another thread") as caught:
+                call()
+            errors.append(caught.value)
+
+    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        assert tokens(generate(llm, [1, 2, 3])) == tokens(expected)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(errors) >= 3
+    monkeypatch.undo()
+    assert tokens(generate(llm, [1, 2, 3])) == tokens(expected)
+    if not multiprocessing:
+        llm.shutdown()
+
+
+def test_prefixes_are_not_reset_amid_another_threads_generation(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt,) = random_prompts(30, [40], VOCAB_SIZE)
+    step = tiny.llm_engine.step
+    has_begun = threading.Event()
+    resets: list[bool] = []
+
+    def slow_step() -> Any:
+        outputs = step()
+        has_begun.set()
+        if not resets:
+            time.sleep(0.02)
+        return outputs
+
+    def reset() -> None:
+        assert has_begun.wait(10)
+        resets.append(tiny.reset_prefix_cache())
+
+    monkeypatch.setattr(tiny.llm_engine, "step", slow_step)
+    thread = threading.Thread(target=reset)
+    thread.start()
+    generate(tiny, prompt, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    is_over = not thread.is_alive()
+    thread.join()
+    assert (resets, is_over) == ([False], True)
+    monkeypatch.undo()
+    assert generate(tiny, prompt)[0].num_cached_tokens == 32
+
+
+def test_the_audit_has_every_option_of_observability(tiny: LLM) -> None:
+    lines = {line.option: line for line in tiny.observability_audit()}
+    options = {option for names in lines for option in names.split(", ")}
+    assert options >= {spec.name for spec in dataclasses.fields(tiny.config.observability)}
+    assert str(lines["trace_dir"]) == "trace_dir: off (start_trace() begins one)"
+    assert str(lines["log_format"]).startswith("log_format: on (")
+    assert lines["otlp_traces_endpoint"].state == "off"
+    assert not [line for line in lines.values() if line.state == "without effect"]
 
 
 def test_a_cache_salt_keeps_prefixes_apart(tiny: LLM) -> None:

@@ -39,7 +39,7 @@ WRONG_CALLS: list[tuple[Callable[[LLM], Any], type[IsinglassError], str]] = [
     (lambda llm: llm.decode("abc"), PromptError, "token ids must be a list of integers"),
     (lambda llm: llm.decode(5), PromptError, "token ids must be a list of integers"),
     (lambda llm: llm.decode([5, -1]), PromptError, "token id -1 at position 1"),
-    (lambda llm: llm.decode([2**40]), PromptError, "at position 0 is not an integer"),
+    (lambda llm: llm.decode([2**32]), PromptError, "at position 0 .* from 0 to 4294967295"),
     (lambda llm: llm.decode([3, 49_152]), PromptError, "token id 49152 is outside .* 0 to 49151"),
     (lambda llm: llm.chat(CHAT, tools=5), PromptError, "tools must be a list of JSON schemas"),
     (lambda llm: llm.chat(CHAT, tools={"a": 1}), PromptError, "tools must be a list"),

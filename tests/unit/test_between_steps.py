@@ -1,5 +1,6 @@
 """Calls between steps: made at once when nobody steps, else by whoever does."""
 
+import signal
 import threading
 import time
 
@@ -10,19 +11,18 @@ from engine.errors import IsinglassError
 
 
 def test_a_free_engine_is_called_in_the_callers_own_thread() -> None:
-    between = BetweenSteps(threading.RLock())
+    between = BetweenSteps()
     assert between.call(threading.get_ident) == threading.get_ident()
     with pytest.raises(KeyError, match="no such thing"):
         between.call(lambda: {}["no such thing"])
 
 
 def test_a_call_while_another_thread_steps_is_made_by_that_thread() -> None:
-    lock = threading.RLock()
-    between = BetweenSteps(lock)
+    between = BetweenSteps()
     is_stepping, may_end = threading.Event(), threading.Event()
 
     def step() -> None:
-        with lock:
+        with between.generating():
             is_stepping.set()
             while not may_end.is_set():
                 between.run_pending()
@@ -42,7 +42,7 @@ def test_a_call_while_another_thread_steps_is_made_by_that_thread() -> None:
 
 
 def test_calls_of_many_threads_are_made_one_at_a_time() -> None:
-    between = BetweenSteps(threading.RLock())
+    between = BetweenSteps()
     num_inside, results = 0, []
 
     def work(number: int) -> int:
@@ -65,14 +65,67 @@ def test_calls_of_many_threads_are_made_one_at_a_time() -> None:
 
 
 def test_the_thread_that_generates_cannot_call_from_a_signal_handler() -> None:
-    between = BetweenSteps(threading.RLock())
-    with between.generating(), pytest.raises(IsinglassError, match="another thread"):
-        between.call(lambda: 1)
+    between = BetweenSteps()
+    with between.generating():
+        with pytest.raises(IsinglassError, match="another thread"):
+            between.call(lambda: 1)
+        with pytest.raises(IsinglassError, match="another thread"), between.generating():
+            pass
+        other = threading.Thread(target=lambda: results.append(between.call(threading.get_ident)))
+        results: list[int] = []
+        other.start()
+        while not results:
+            between.run_pending()  # it still knows who generates
+            time.sleep(0.001)
+        other.join()
+    assert results == [threading.get_ident()]
     assert between.call(lambda: 1) == 1
 
 
+def test_nor_can_the_thread_that_is_in_a_call() -> None:
+    between = BetweenSteps()
+
+    def handle() -> None:
+        for use in (lambda: between.call(int), lambda: between.generating().__enter__()):
+            with pytest.raises(IsinglassError, match="another thread"):
+                use()
+
+    between.call(handle)
+    with between.generating():
+        pass
+
+
+def test_a_call_that_was_interrupted_is_not_made_later() -> None:
+    between = BetweenSteps()
+    is_held, may_go_on, made = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with between.generating():
+            is_held.set()
+            assert may_go_on.wait(10)
+            between.run_pending()
+
+    def interrupt() -> None:
+        while not between._pending:
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)  # the main thread handles it
+
+    holder, interrupter = threading.Thread(target=hold), threading.Thread(target=interrupt)
+    holder.start()
+    assert is_held.wait(10)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        between.call(lambda: made.append(1))
+    interrupter.join()
+    may_go_on.set()
+    holder.join()
+    assert not made
+    assert between.call(lambda: 7) == 7
+    assert not made
+
+
 def test_an_interrupt_ends_the_thread_that_it_meets_and_no_other() -> None:
-    between = BetweenSteps(threading.RLock())
+    between = BetweenSteps()
     caught: list[BaseException] = []
 
     def interrupted() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.api.text_threads import LONG_TEXT, TextThreads, is_long
+from engine.api.text_threads import TextThreads, is_long
+from engine.frontend.tokenizer import LONG_TEXT
 
 
 @pytest.mark.parametrize(

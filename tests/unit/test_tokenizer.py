@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -174,8 +175,9 @@ def test_refuses_what_is_no_text(tokenizer: Tokenizer) -> None:
 
 def test_refuses_what_is_no_list_of_ids(tokenizer: Tokenizer) -> None:
     for ids in ("abc", b"abc", 5, None, [-1], [True], [1.0], [2**32], ["1"]):
-        with pytest.raises(PromptError, match="token id"):
+        with pytest.raises(PromptError, match=r"integers|token id .* from 0 to 4294967295"):
             tokenizer.decode(ids)  # type: ignore[arg-type]
+    assert tokenizer.decode([2**32 - 1]) == ""
     assert tokenizer.decode(range(0)) == ""
     # A model's logits may be wider than the vocabulary.
     assert tokenizer.decode([*tokenizer.encode("so"), 2**31]) == "so"
@@ -297,6 +299,22 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         get_tokenizer(source)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: it is nested too deep"):
+        get_tokenizer(source)
+    for name, values in {
+        "bos_token": ([1], {}, 5, {"content": None}),
+        "added_tokens_decoder": ([1], {"x": {"content": "a"}}, {"1": "a"}, {"1": {}}),
+        "chat_template": (5, ["x"], [{"name": "default"}]),
+    }.items():
+        for value in values:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: value}))
+            with pytest.raises(TokenizerError, match=f"{name} must be"):
+                get_tokenizer(source)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: 'utf-8'"):
+        get_tokenizer(source)
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     with pytest.raises(TokenizerError, match=r"broken\.gguf"):
         get_tokenizer(ModelSource("broken", "gguf", tmp_path / "broken.gguf"))
@@ -347,6 +365,33 @@ def test_conversion_works_without_a_cache(tmp_path: Path, monkeypatch: pytest.Mo
     )
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     assert get_tokenizer(ModelSource("slow", "folder", tmp_path)).encode("abc") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_cache_that_is_full_is_left_as_it_was(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(
+        tokenizer_conversion,
+        "_convert",
+        lambda _, work: small_backend().save(f"{work}/tokenizer.json"),
+    )
+
+    def fill(_: Path, folder: Path, **options: Any) -> None:
+        (folder / "tokenizer.json").write_text("{")
+        raise error
+
+    monkeypatch.setattr(shutil, "copytree", fill)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    source = ModelSource("slow", "folder", tmp_path)
+    if isinstance(error, OSError):
+        assert get_tokenizer(source).encode("abc") == [0, 1, 2]
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            get_tokenizer(source)
+    assert not list((cache / "isinglass" / "tokenizers").iterdir())
 
 
 # GGUF metadata
