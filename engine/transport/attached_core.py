@@ -1,7 +1,7 @@
 """A core that another process owns, as one of its several frontends sees it.
 
-Has what `CoreProcess` has for a client, less the power over the process. Knows sockets and one
-descriptor that tells of the end.
+Has what `CoreProcess` has for a client, less the power over the process: one can only turn away
+from it. Knows sockets and one descriptor that tells of the end.
 """
 
 import os
@@ -13,6 +13,7 @@ import zmq
 
 from engine.errors import EngineDeadError, EngineStartError
 from engine.transport.core_process import bind_sockets, client_addresses, poll_socket
+from engine.transport.death_record import DeathRecord
 from engine.types.attachment import CoreAttachment
 from engine.types.messages import EngineCoreFailure, MessageType
 from instrumentation import Instrument
@@ -42,11 +43,14 @@ class AttachedCore:
     ) -> None:
         self.obs = obs
         self.pid = attachment.core_pid
-        # Our own copy: two clients of one process must not share what an event loop watches.
-        self.death_read = os.dup(attachment.death_fd)
+        self._end_of_core = os.dup(attachment.death_fd)
+        # Our own, as an event loop watches it; it tells of the core's end or of our turning away.
+        self.death_read, self._death_write = os.pipe()
         self.failure: EngineCoreFailure | None = None
         self.has_answered = False
         self.stopping = False
+        self._is_closed = False
+        self._death_record = DeathRecord(obs)
         self._on_death = on_death
         self._owner_pid = os.getpid()
         self.context = zmq.Context(io_threads=1)
@@ -56,6 +60,8 @@ class AttachedCore:
             )
         except zmq.ZMQError as error:
             self.context.destroy(linger=0)
+            for end in (self._end_of_core, self.death_read, self._death_write):
+                os.close(end)
             raise EngineStartError(
                 f"the sockets to the engine core cannot be made: {error}"
             ) from error
@@ -69,7 +75,7 @@ class AttachedCore:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the core, or its owner, has ended."""
+        """Whether the core, or its owner, has ended, or we have turned away from it."""
         poller = zmq.Poller()
         poller.register(self.death_read, zmq.POLLIN)
         return bool(poller.poll(0))
@@ -103,22 +109,34 @@ class AttachedCore:
             return EngineDeadError("the engine has been shut down")
         how = ""
         if self.failure is not None:
-            how = f" ({self.failure.error_class}: {self.failure.message})"
-        return EngineDeadError(f"the engine core died{how}; its owner's log says more.")
+            how = f"{self.failure.error_class}: {self.failure.message}"
+        where = self._death_record.where(self.failure, how)
+        said = f" ({how})" if how else ""
+        return EngineDeadError(f"the engine core died{said}; its owner's log says why.{where}")
+
+    def kill(self) -> None:
+        """Turn away from it: whoever waits for it waits no more. `close` has still to follow.
+
+        For any thread.
+        """
+        self.stopping = True  # `_watch` looks
 
     def close(self) -> None:
         """Close the sockets; harmless when called twice."""
-        if self.is_foreign or self.stopping:
+        if self.is_foreign or self._is_closed:
             return
-        self.stopping = True
+        self.stopping = self._is_closed = True
         self.context.destroy(linger=500)
         self._monitor.join()
-        os.close(self.death_read)
+        for end in (self._end_of_core, self.death_read):
+            os.close(end)
 
     def _watch(self) -> None:
         poller = zmq.Poller()
-        poller.register(self.death_read, zmq.POLLIN)
+        poller.register(self._end_of_core, zmq.POLLIN)
         while not self.stopping and not poller.poll(_WATCH_MS):
             pass
-        if not self.stopping and self._on_death is not None:
+        is_death = not self.stopping
+        os.close(self._death_write)  # makes the other end readable, for good
+        if is_death and self._on_death is not None:
             self._on_death()

@@ -19,11 +19,12 @@ import zmq
 import engine.errors
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineStartError, IsinglassError
+from engine.transport.death_record import DeathRecord
 from engine.transport.importable import portable_classes
 from engine.transport.interrupts import deferred_interrupts
 from engine.transport.process import SpawnedProcess
 from engine.types.messages import PROTOCOL_VERSION, EngineCoreFailure, MessageType
-from instrumentation import Event, FlightReason, Instrument
+from instrumentation import Event, Instrument
 
 _CORE_MAIN = "engine.core.engine_core_proc:run_engine_core"
 
@@ -65,8 +66,7 @@ class CoreProcess:
         """What the core said of its own death, if it could."""
         self.has_answered = False
         """Whether the core has come up, or has said why not; before, it cannot stop by itself."""
-        self._flight_record: str | None = None
-        self._flight_lock = threading.Lock()
+        self._death_record = DeathRecord(obs)
         self._owner_pid = os.getpid()
         self._lock = threading.RLock()
         self._closed = False
@@ -148,7 +148,7 @@ class CoreProcess:
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         if self.failure is not None:
             how = f"{self.failure.error_class}: {self.failure.message}; {how}"
-        where = self._written_flight_record(how)
+        where = self._death_record.where(self.failure, how)
         lines = "".join(f"\n    {line}" for line in tail[-12:])
         last = f" It logged last:{lines}" if lines else ""
         death = EngineDeadError(
@@ -160,17 +160,6 @@ class CoreProcess:
             death.add_note(self.failure.traceback)
             death.__cause__ = own_error(self.failure)
         return death
-
-    def _written_flight_record(self, how: str) -> str:
-        """Where the last steps are: in the core's own file, else in one from our copy of them."""
-        with self._flight_lock:
-            if self._flight_record is None:
-                by_core = self.failure.flight_record if self.failure is not None else ""
-                ours = None if by_core else self.obs.dump_flight(FlightReason.ENGINE_DEAD, how)
-                self._flight_record = by_core or ours or ""
-        if not self._flight_record:
-            return ""
-        return f" Its last steps: isinglass flight show {self._flight_record}"
 
     def kill(self) -> None:
         """End the process now, from any thread; what is left of it, `close` still has to remove."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +26,8 @@ from engine.types.attachment import CoreAttachment
 from instrumentation import NULL, Metric, Role
 from tests.integration.conftest import SMALL
 from tests.integration.reference import varied_text
+from tests.integration.scripts import wait_until
+from tests.integration.server_facts import processes
 from tests.integration.server_process import SMALL_FLAGS, ServerProcess
 from traces.journal_reader import read_run
 from traces.perfetto import write_perfetto
@@ -179,6 +182,11 @@ def test_the_cores_death_reaches_every_frontend(text_llama: Path) -> None:
             errors = await asyncio.gather(*map(read, streams), return_exceptions=True)
             assert {type(error) for error in errors} == {EngineDeadError}
             assert time.monotonic() - killed_s < 2
+            for error in errors:  # each frontend has kept the core's records
+                said = re.search(r"isinglass flight show (\S+)", str(error))
+                assert said is not None
+                assert Path(said[1]).is_file()
+                assert "engine_dead" in Path(said[1]).name
             for llm in owned.frontends:
                 with pytest.raises(EngineDeadError):
                     await llm.submit("Once", LONG)
@@ -261,6 +269,45 @@ def test_a_recording_has_the_requests_of_all_frontends(server: ServerProcess) ->
     assert summarize(begun["run_dir"]).requests.count == len(names)
 
 
+def test_a_replacement_records_where_the_others_do(server: ServerProcess) -> None:
+    """Not where the server began to, which has ended."""
+
+    def ask(path: str) -> httpx.Response:
+        return on_a_connection_of_its_own("POST", f"{server.url}/{path}")
+
+    def both_answer() -> bool:
+        told = on_a_connection_of_its_own("GET", f"{server.url}/load").json()
+        return told["frontends"]["silent"] == []
+
+    def second_serves() -> bool:
+        assert complete(server, "whose", 5).status_code == 200
+        story = on_a_connection_of_its_own("GET", f"{server.url}/debug/requests/whose").json()
+        return bool(story["sequences"][-1]["frontend"] == 2)
+
+    def replace_second() -> int:
+        before = processes(server)["ApiServer_2"]
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: processes(server).get("ApiServer_2", before) != before, 10, "no other")
+        wait_until(both_answer, 30, "it does not answer")
+        return processes(server)["ApiServer_2"]
+
+    ask("stop_trace")  # what --trace-dir has begun, if no other test has ended that
+    begun = ask("start_trace").json()
+    pid = replace_second()
+    journal = f"caller.{pid}.journal"
+    own = Path(begun["run_dir"]) / journal
+    wait_until(own.exists, 30, "the replacement does not join in")
+    names = ask_both(server, "replaced")
+    assert ask("stop_trace").json() == begun
+    run = read_run(begun["run_dir"])
+    assert {one.request_id for one in run.timelines} == names
+    # Nothing is being recorded any more: another one finds nothing to join.
+    pid = replace_second()
+    wait_until(second_serves, 30, "it does not serve")
+    assert list(own.parent.parent.rglob(f"caller.{pid}.journal")) == []
+    assert list(own.parent.parent.rglob(journal)) == [own]
+
+
 def test_a_page_of_one_frontend_shows_the_requests_of_all(server: ServerProcess) -> None:
     seen: set[str] = set()
     with (
@@ -277,6 +324,25 @@ def test_a_page_of_one_frontend_shows_the_requests_of_all(server: ServerProcess)
             assert not message.get("silent")
             if names.done() and names.result() <= seen:
                 break
+
+
+def test_the_load_of_one_frontend_is_that_of_all(server: ServerProcess) -> None:
+    def wait_for(num: int) -> None:
+        until_s, told = time.monotonic() + 10, {}
+        while told.get("server_load") != num:
+            assert time.monotonic() < until_s, told
+            told = on_a_connection_of_its_own("GET", f"{server.url}/load").json()
+        assert told["frontends"] == {"answered": [1, 2], "silent": []}
+
+    body = {"prompt": "Once", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+    with contextlib.ExitStack() as running:
+        for num in range(1, 5):
+            client = running.enter_context(httpx.Client(timeout=20))  # a connection of its own
+            url = f"{server.url}/v1/completions"
+            answer = running.enter_context(client.stream("POST", url, json=body))
+            assert answer.status_code == 200
+            wait_for(num)
+    wait_for(0)
 
 
 def test_the_queue_is_limited_for_all_frontends_together(server: ServerProcess) -> None:
