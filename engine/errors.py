@@ -24,6 +24,9 @@ Messages say what was wrong, what is allowed, and what to do.
 class IsinglassError(Exception):
     """Root of every error that the engine raises on purpose."""
 
+    is_counted = False
+    """Whether the request that it refused has been counted; it may pass several who would."""
+
 
 class _InputError(ValueError):
     """What the caller has given is wrong.

@@ -33,6 +33,8 @@ class _Compiled(NamedTuple):
     template: jinja2.Template
     reads_parts: bool
     """Whether the template goes through lists of content parts itself."""
+    knows_developer: bool
+    """Whether the template does anything about the role developer."""
 
 
 def render_chat(
@@ -49,8 +51,9 @@ def render_chat(
     Args:
         chat_template: Jinja source.
         messages: each with "role", a string, and "content", a string or a list of parts
-            `{"type": "text", "text": ...}`; an assistant's message with "tool_calls" may have no
-            content. Other keys are passed on; those that are None count as missing.
+            `{"type": "text", "text": ...}` or `{"type": "refusal", "refusal": ...}`; an
+            assistant's message may have no content. Other keys are passed on; those that are None
+            count as missing. The role developer is system where the template does not know it.
         add_generation_prompt: end with the beginning of an assistant message.
         continue_final_message: end within the last message instead.
         tools: JSON schemas.
@@ -62,10 +65,11 @@ def render_chat(
     """
     compiled = _compile(chat_template)
     chat = check_messages(messages)
+    if not compiled.knows_developer:
+        chat = _developer_as_system(chat)
     if not compiled.reads_parts:
         for message in chat:
-            if isinstance(message.get("content"), list):
-                message["content"] = "\n".join(part["text"] for part in message["content"])
+            message["content"] = text_of(message)
     marker = ""
     final_text = ""
     if continue_final_message:
@@ -106,6 +110,14 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return [_check_message(message, index) for index, message in enumerate(messages)]
 
 
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a checked message's content; parts are put under each other."""
+    content: str | list[dict[str, str]] = message["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)
+
+
 def _check_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
@@ -119,8 +131,9 @@ def _check_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise _error(f"{where}.role", f' must be a string such as "user", got {role!r}')
     content = checked.get("content")
     if content is None:
-        if not checked.get("tool_calls"):
-            raise _error(where, ' has no "content"; only a message with "tool_calls" may have none')
+        if role != "assistant":
+            raise _error(where, ' has no "content"; only an assistant\'s message may have none')
+        checked["content"] = ""  # it only called, or was cut off while it reasoned
     elif isinstance(content, list):
         checked["content"] = [
             _check_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)
@@ -132,6 +145,8 @@ def _check_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         )
     if "tool_calls" in checked:
         _parse_arguments(checked["tool_calls"], where)
+        if not checked["tool_calls"]:
+            del checked["tool_calls"]  # templates ask whether it is there
     reasoning = next((checked[key] for key in REASONING_KEYS if key in checked), None)
     if reasoning is not None:
         checked = {"thinking": reasoning, **checked, "reasoning_content": reasoning}
@@ -141,20 +156,25 @@ def _check_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 def _check_part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if not isinstance(part, dict) or part.get("type") != "text":
-        kind = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "refusal"):
+        shown = repr(kind) if isinstance(part, dict) else type(part).__name__
         raise _error(
             where,
-            f' must be {{"type": "text", "text": ...}}, got a part of type {kind}; the engine '
+            f' must be {{"type": "text", "text": ...}}, got a part of type {shown}; the engine '
             "reads text only",
         )
-    if not isinstance(part.get("text"), str):
-        raise _error(f"{where}.text", f" must be a string, got {part.get('text')!r}")
-    return part
+    if not isinstance(part.get(kind), str):
+        raise _error(f"{where}.{kind}", f" must be a string, got {part.get(kind)!r}")
+    return part if kind == "text" else {"type": "text", "text": part[kind]}
 
 
 def _parse_arguments(tool_calls: Any, where: str) -> None:
-    """Turn arguments that came as JSON text, as the OpenAI API has them, into data."""
+    """Turn arguments that came as JSON text, as the OpenAI API has them, into data.
+
+    What a model wrote may be no JSON, or no object. It counts as no arguments: if it were refused,
+    the conversation that holds it could never go on.
+    """
     if not isinstance(tool_calls, list):
         raise _error(f"{where}.tool_calls", f" must be a list, got {tool_calls!r}")
     for number, call in enumerate(tool_calls):
@@ -167,11 +187,26 @@ def _parse_arguments(tool_calls: Any, where: str) -> None:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                function["arguments"] = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
-                raise _error(
-                    f"{where}.tool_calls[{number}]", f": the arguments are not JSON: {error}"
-                ) from error
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        function["arguments"] = arguments if isinstance(arguments, dict) else {}
+
+
+def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation without the role developer.
+
+    Where that makes several system messages, or one behind others, they become one at the
+    beginning: many templates take no other.
+    """
+    if all(message["role"] != "developer" for message in chat):
+        return chat
+    told = [message for message in chat if message["role"] in ("system", "developer")]
+    if len(told) == 1 and told[0] is chat[0]:
+        return [{**chat[0], "role": "system"}, *chat[1:]]
+    text = "\n\n".join(text for text in map(text_of, told) if text)
+    others = [message for message in chat if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": text}, *others]
 
 
 def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -217,7 +252,7 @@ def _error(place: str, said: str) -> PromptError:
 
 def _mark_final_text(message: dict[str, Any], marker: str) -> str:
     """Put the marker behind the last message's text; returns that text."""
-    content = message.get("content")
+    content = message["content"]
     if isinstance(content, str):
         message["content"] = content + marker
         return content
@@ -308,6 +343,15 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
+def check_template(chat_template: str) -> None:
+    """Compile a template, and keep it for the conversations that come.
+
+    Raises:
+        PromptError: it is not valid.
+    """
+    _compile(chat_template)
+
+
 @lru_cache(maxsize=32)
 def _compile(chat_template: str) -> _Compiled:
     environment = _environment()
@@ -319,8 +363,18 @@ def _compile(chat_template: str) -> _Compiled:
             f"the chat template is not valid Jinja: {error} (line {error.lineno})",
             param="chat_template",
         ) from error
-    loops = tree.find_all(jinja2.nodes.For)
-    return _Compiled(template, any(_names_content(loop.iter) for loop in loops))
+    except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
+        # What Jinja makes of it is Python, with limits of its own: of nesting, of digits.
+        raise PromptError(
+            f"the chat template cannot be compiled: {error}", param="chat_template"
+        ) from error
+    return _Compiled(
+        template,
+        reads_parts=any(_names_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For)),
+        knows_developer=any(
+            node.value == "developer" for node in tree.find_all(jinja2.nodes.Const)
+        ),
+    )
 
 
 def _names_content(expression: jinja2.nodes.Node) -> bool:

@@ -169,7 +169,6 @@ class InputProcessor:
         *,
         arrival_ns: int | None = None,
         priority: int = 0,
-        cache_salt: str | None = None,
         traceparent: str | None = None,
     ) -> EngineCoreRequest:
         """Number a request. `params` must come from `process_params`.
@@ -189,7 +188,7 @@ class InputProcessor:
             sampling_params=params,
             arrival_ns=time.monotonic_ns() if arrival_ns is None else arrival_ns,
             priority=priority,
-            cache_salt=cache_salt or prompt.cache_salt,
+            cache_salt=prompt.cache_salt,
             traceparent=traceparent,
         )
 
@@ -280,14 +279,14 @@ def too_long(num_tokens: str, context: int, most: int | None = None) -> PromptEr
         num_tokens: how many tokens it has, in words.
         most: `truncate_prompt_tokens`, where it is set.
     """
-    begins = f"the prompt has {num_tokens} tokens"
+    fault = f"the prompt has {num_tokens}"
     remedy = "Shorten the prompt, or keep only its end with truncate_prompt_tokens."
     if most is not None:
-        begins = f"truncate_prompt_tokens={most} keeps too many tokens of the prompt"
+        fault = f"truncate_prompt_tokens={most} keeps too many of the prompt's"
         remedy = f"Keep at most {context - 1} of them."
     return PromptError(
-        f"{begins}: the context of {context} tokens (max_model_len) must also hold at least one "
-        f"output token. {remedy}",
+        f"This model's maximum context length is {context} tokens (max_model_len), which must also "
+        f"hold an output token, and {fault}. {remedy}",
         param=None if most is None else "truncate_prompt_tokens",
         code="context_length_exceeded",
     )

@@ -184,7 +184,6 @@ def make_observer(
     obs: Instrument,
     *,
     model_name: str | None,
-    engine_index: int = 0,
     counts_steps: bool = True,
 ) -> EngineObserver | None:
     """The observer of one engine; None where no statistics are wanted.
@@ -194,11 +193,11 @@ def make_observer(
     if wanted.disable_log_stats:
         return None
     metrics = Metrics(
-        {"model_name": model_name or EMBEDDED_MODEL, "engine": str(engine_index)},
+        {"model_name": model_name or EMBEDDED_MODEL, "engine": "0"},
         instrument=obs,
         buckets=parse_buckets(wanted.custom_histogram_buckets),
     )
-    console = ConsoleStatus(engine_index=engine_index, interval_s=wanted.log_stats_interval_s)
+    console = ConsoleStatus(interval_s=wanted.log_stats_interval_s)
     return EngineObserver(metrics, console, wanted=wanted, counts_steps=counts_steps)
 
 

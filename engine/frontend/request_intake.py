@@ -138,21 +138,27 @@ class RequestIntake:
         traceparent: Any = None,
         operation: str = TEXT_COMPLETION,
     ) -> Iterator[None]:
-        """Count and trace a request that what is inside refuses; arguments as they came."""
+        """Count and trace a request that what is inside refuses, once; arguments as they came.
+
+        What is inside may raise another error from the engine's.
+        """
         began_ns = time.monotonic_ns()
         try:
             yield
-        except IsinglassError as error:
-            if self._observer is not None:
-                self._observer.observe_rejection(error)
-            self._tracer.reject(
-                error,
-                request_id=request_id,
-                params=params,
-                arrival_ns=began_ns if arrival_ns is None else arrival_ns,
-                traceparent=traceparent,
-                operation=operation,
-            )
+        except Exception as error:
+            refusal = error if isinstance(error, IsinglassError) else error.__cause__
+            if isinstance(refusal, IsinglassError) and not refusal.is_counted:
+                refusal.is_counted = True
+                if self._observer is not None:
+                    self._observer.observe_rejection(refusal)
+                self._tracer.reject(
+                    refusal,
+                    request_id=request_id,
+                    params=params,
+                    arrival_ns=began_ns if arrival_ns is None else arrival_ns,
+                    traceparent=traceparent,
+                    operation=operation,
+                )
             raise
 
     def _send(self, request: EngineCoreRequest) -> None:

@@ -7,9 +7,9 @@ error of the engine's tree.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.api.async_llm import AsyncLLM
 from engine.errors import PromptError, QueueFullError
@@ -47,13 +47,10 @@ class _Limit(NamedTuple):
 class Reservation:
     """Room in the queue for one HTTP request's sequences, until they are in it."""
 
-    __slots__ = ("_admission", "_arrived", "num_requests", "num_tokens")
+    __slots__ = ("_admission", "num_requests", "num_tokens")
 
-    def __init__(
-        self, admission: "Admission", num_requests: int, arrived: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, admission: "Admission", num_requests: int) -> None:
         self._admission = admission
-        self._arrived = arrived
         self.num_requests = num_requests
         self.num_tokens = 0
 
@@ -67,7 +64,7 @@ class Reservation:
             QueueFullError: there is no room now.
             PromptError: there never would be.
         """
-        self._admission.check_tokens(num_tokens, self._arrived)
+        self._admission.check_tokens(num_tokens)
         self.num_tokens += num_tokens
         self._admission.keep(num_tokens=num_tokens)
 
@@ -108,22 +105,19 @@ class Admission:
             self._row = self._board.row(self._index)
 
     @contextmanager
-    def reserve(
-        self, num_requests: int, *, param: str | None = None, **arrived: Any
-    ) -> Iterator[Reservation]:
+    def reserve(self, num_requests: int, *, param: str | None = None) -> Iterator[Reservation]:
         """Keep room for so many sequences while the block prepares and sends them.
 
         Args:
             num_requests: prompts, each as often as it has samples.
             param: the field that alone makes them so many, where one does.
-            **arrived: who asks, for metrics and traces: see `RequestIntake.counting_rejections`.
 
         Raises:
             QueueFullError: there is no room now.
             PromptError: there never would be.
         """
-        self.check_requests(num_requests, arrived, param=param)
-        room = Reservation(self, num_requests, arrived)
+        self.check_requests(num_requests, param=param)
+        room = Reservation(self, num_requests)
         self.keep(num_requests)
         try:
             yield room
@@ -137,9 +131,7 @@ class Admission:
         if self._board is not None:
             self._row[2], self._row[3] = self.num_reserved, self.num_reserved_tokens
 
-    def check_requests(
-        self, num_requests: int, arrived: Mapping[str, Any], *, param: str | None = None
-    ) -> None:
+    def check_requests(self, num_requests: int, *, param: str | None = None) -> None:
         """Refuse where so many more sequences would be too many."""
         if self._max_requests is not None:
             queue, (elsewhere, _) = self._look()
@@ -153,9 +145,9 @@ class Admission:
                 free=queue.num_free_places(self._max_num_seqs),
                 most_free=self._max_num_seqs,
             )
-            self._check(limit, num_requests, arrived, param=param)
+            self._check(limit, num_requests, param=param)
 
-    def check_tokens(self, num_tokens: int, arrived: Mapping[str, Any]) -> None:
+    def check_tokens(self, num_tokens: int) -> None:
         """Refuse where so many more prompt tokens would be too many."""
         if self._max_tokens is not None:
             queue, (_, elsewhere) = self._look()
@@ -171,7 +163,7 @@ class Admission:
                 free=queue.num_free_tokens(budget) if has_place else 0,
                 most_free=budget,
             )
-            self._check(limit, num_tokens, arrived)
+            self._check(limit, num_tokens)
 
     def _look(self) -> tuple[QueueCounter, tuple[int, int]]:
         """What waits here, and sequences and tokens that wait at other frontends."""
@@ -190,30 +182,26 @@ class Admission:
     def _max_num_seqs(self) -> int:
         return self._engine.config.scheduler.max_num_seqs
 
-    def _check(
-        self, limit: _Limit, more: int, arrived: Mapping[str, Any], *, param: str | None = None
-    ) -> None:
+    def _check(self, limit: _Limit, more: int, *, param: str | None = None) -> None:
         """Refuse `more` where with those before them more would wait than may."""
         excess = limit.waiting + more - limit.free - limit.most
         if excess <= 0:
             return
-        with self._engine.llm_engine.counting_rejections(**arrived):
-            if more > limit.most + limit.most_free:
-                cause = "" if param is None else f" ({param}={more})"
-                raise PromptError(
-                    f"the request alone has {more} {limit.noun}{cause}; at most {limit.most} may "
-                    f"wait ({limit.flag}), and an idle engine takes {limit.most_free} in at once: "
-                    "split it.",
-                    param=param,
-                )
-            retry_after_s = self._retry_after_s(limit, excess)
-            waiting = max(0, limit.waiting - limit.free)
-            raise QueueFullError(
-                f"the queue is full: {waiting} {limit.noun} wait, with this request's {more} it "
-                f"would be {limit.most + excess}, and at most {limit.most} may ({limit.flag}); try "
-                f"again in {retry_after_s} s.",
-                retry_after_s=retry_after_s,
+        if more > limit.most + limit.most_free:
+            cause = "" if param is None else f" ({param}={more})"
+            raise PromptError(
+                f"the request alone has {more} {limit.noun}{cause}; at most {limit.most} may wait "
+                f"({limit.flag}), and an idle engine takes {limit.most_free} in at once: split it.",
+                param=param,
             )
+        retry_after_s = self._retry_after_s(limit, excess)
+        waiting = max(0, limit.waiting - limit.free)
+        raise QueueFullError(
+            f"the queue is full: {waiting} {limit.noun} wait, with this request's {more} it would "
+            f"be {limit.most + excess}, and at most {limit.most} may ({limit.flag}); try again in "
+            f"{retry_after_s} s.",
+            retry_after_s=retry_after_s,
+        )
 
     def _retry_after_s(self, limit: _Limit, excess: int) -> int:
         """When so much of what waits will have left, within what a client can be told."""

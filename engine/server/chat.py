@@ -17,7 +17,13 @@ from engine.server.conversations import Conversation
 from engine.server.json_body import JsonRoute
 from engine.server.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
 from engine.server.protocol.common import answers
-from engine.server.sampling import form_names, make_params, naming_fields, wanted_form
+from engine.server.sampling import (
+    check_max_tokens,
+    form_names,
+    make_params,
+    naming_fields,
+    wanted_form,
+)
 from engine.server.state import server_of
 from engine.server.streaming import EventStream, WholeAnswer
 from engine.server.submission import Origin, Submission, check_num_outputs
@@ -77,7 +83,7 @@ def _plan_chat(
 ) -> ChatPlan:
     body = conversation.body
     assert isinstance(body, ChatCompletionRequest)
-    variables = dict(body.chat_template_kwargs or {})
+    variables = conversation.variables
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     return plan_chat(
@@ -104,10 +110,11 @@ def chat_params(
     Raises:
         ApiError: 400, with the field's name.
     """
-    names = {"logprobs": "top_logprobs", **names}
+    names = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs", **names}
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
+    check_max_tokens(engine, max_tokens, name=names.get("max_tokens", "max_tokens"))
     if max_tokens is None and engine.config.model.generation_config != "vllm":
         max_tokens = engine.llm_engine.model_config.generation_defaults.get("max_new_tokens")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -6,7 +6,8 @@ program: it is run in a sandbox, but nothing bounds its time, so that it needs t
 
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PromptError
+from engine.frontend.chat_template import check_template
 from engine.frontend.tokenizer import Tokenizer
 from engine.server.config import ServerConfig
 from engine.server.errors import ApiError
@@ -76,15 +77,19 @@ def load_chat_template(config: ServerConfig) -> str | None:
     """The template in place of the model's; None for the model's own.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or what it has is no template.
     """
     given = config.chat_template
-    if given is None or "{" in given:
-        return given
+    if given is None:
+        return None
     try:
-        return Path(given).read_text()
+        template = given if "{" in given else Path(given).read_text(encoding="utf-8")
+        check_template(template)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: cannot read {given}: {error}") from error
+    except PromptError as error:
+        raise ConfigError(f"chat_template: {error}") from error
+    return template
 
 
 def _special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from engine.server.errors import ApiError
 from engine.server.json_body import JsonRoute
 from engine.server.protocol.common import answers
 from engine.server.protocol.completion import CompletionRequest, CompletionResponse
-from engine.server.sampling import form_names, make_params, wanted_form
+from engine.server.sampling import check_max_tokens, form_names, make_params, wanted_form
 from engine.server.state import server_of
 from engine.server.streaming import EventStream, WholeAnswer
 from engine.server.submission import Origin, Submission, check_num_outputs
@@ -40,7 +40,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     check_num_outputs(state.config, num_prompts, body.n)
     if body.echo and engine.llm_engine.tokenizer is None:
         raise ApiError(400, "echo needs a tokenizer, and the engine has none", param="echo")
-    origin = Origin.of(request, engine, "cmpl", body.request_id)
+    origin = Origin.of(request, engine, "cmpl", body.request_id, num_prompts=num_prompts)
     with origin.reserve(state, num_prompts, TEXT_COMPLETION, prompt="prompt", n=body.n) as room:
         size = request.state.num_body_bytes  # a schema in it may take a while to check
         names, params = await engine.with_texts(
@@ -64,10 +64,11 @@ def completion_params(
         ApiError: 400, with the field's name.
     """
     field, form = wanted_form(body)
-    names = form_names(field)
+    names = {"extra_args": "vllm_xargs", **form_names(field)}
     values: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": form}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         values["prompt_logprobs"] = body.logprobs
+    check_max_tokens(engine, body.max_tokens)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0:
         if not body.echo:

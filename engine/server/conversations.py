@@ -41,6 +41,14 @@ class Conversation(NamedTuple):
         )
         return cls(body, messages, request, template, formats)
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Further variables of the template that the body brings."""
+        variables = dict(self.body.chat_template_kwargs or {})
+        if self.body.documents is not None:
+            variables.setdefault("documents", self.body.documents)
+        return variables
+
     async def render(self, plan: ChatPlan) -> dict[str, Any]:
         """The prompt's text, and whether special tokens are to be put around it.
 

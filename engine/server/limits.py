@@ -72,5 +72,5 @@ def _check_tokens(token_ids: list[Any], body: dict[str, Any], state: ServerState
         return
     most = state.engine.config.model.max_model_len
     if most is not None and len(token_ids) >= most:
-        with naming_fields({}):
+        with naming_fields({}), state.engine.llm_engine.counting_rejections():
             raise too_long(str(len(token_ids)), most)

@@ -96,14 +96,34 @@ def make_params(
     Raises:
         ApiError: 400 with the field's name.
     """
-    given = {name: getattr(body, name) for name in SAME_NAME}
+    given = {name: getattr(body, name) for name in SAME_NAME} | {"extra_args": body.vllm_xargs}
     given = {name: value for name, value in given.items() if value is not None} | values
     if (kept := given.get("truncate_prompt_tokens")) is not None:
-        given["truncate_prompt_tokens"] = _num_kept(kept, engine.config.model.max_model_len)
+        given["truncate_prompt_tokens"] = _num_kept(kept, _context(engine))
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     with naming_fields(names):
         return engine.get_default_sampling_params().clone(
             **given, max_tokens=max_tokens, output_kind=kind
+        )
+
+
+def check_max_tokens(engine: AsyncLLM, max_tokens: int | None, *, name: str = "max_tokens") -> None:
+    """Refuse more output tokens than the context holds without a prompt; others are cut to fit.
+
+    Args:
+        name: the body's.
+
+    Raises:
+        ApiError: 400.
+    """
+    context = _context(engine)
+    if max_tokens is not None and max_tokens > context:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {context} tokens, and {name}={max_tokens} "
+            "asks for more. Ask for fewer; what does not fit behind the prompt is cut.",
+            param=name,
+            code="context_length_exceeded",
         )
 
 
@@ -142,9 +162,14 @@ def form_names(field: str | None) -> dict[str, str]:
     return names
 
 
-def _num_kept(kept: int, context: int | None) -> int:
+def _context(engine: AsyncLLM) -> int:
+    context = engine.config.model.max_model_len
+    assert context is not None  # the engine runs
+    return context
+
+
+def _num_kept(kept: int, context: int) -> int:
     """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
-    assert context is not None
     if kept == -1:
         return context - 1
     if not 1 <= kept < context:

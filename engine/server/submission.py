@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from fastapi import Request
 
 from engine.api.async_llm import AsyncLLM
-from engine.errors import SamplingParamsError
 from engine.frontend.input_processor import ProcessedParams, ProcessedPrompt, Prompt
 from engine.frontend.output_stream import RequestStream
 from engine.server.admission import Reservation
@@ -35,22 +34,30 @@ class Origin(NamedTuple):
     arrival_ns: int
 
     @classmethod
-    def of(cls, request: Request, engine: AsyncLLM, prefix: str, wanted: str | None) -> "Origin":
+    def of(
+        cls,
+        request: Request,
+        engine: AsyncLLM,
+        prefix: str,
+        wanted: str | None,
+        *,
+        num_prompts: int = 1,
+    ) -> "Origin":
         """Name a request.
 
         Args:
             request: what came.
             engine: knows which ids are in use.
             prefix: kind of answer.
-            wanted: the id that the body asks for; it is refused later if it is in use.
+            wanted: the id that the body asks for, instead of the header's.
+            num_prompts: each has an id made of this one, which another's must not be.
         """
         told: Mapping[str, Any] = request.scope.get("state", {})
         arrival_ns = told.get("arrival_ns") or time.monotonic_ns()
         traceparent = told.get("traceparent")
-        if wanted is not None:
-            return cls(f"{prefix}-{wanted}", traceparent, arrival_ns)
-        response_id = f"{prefix}-{told.get('request_id') or secrets.token_hex(16)}"
-        if any(map(engine.has_request, (response_id, _id_of(response_id, 0, 2)))):
+        response_id = f"{prefix}-{wanted or told.get('request_id') or secrets.token_hex(16)}"
+        ids = (_id_of(response_id, number, num_prompts) for number in range(num_prompts))
+        if any(map(engine.has_request, (response_id, *ids))):
             response_id += f"-{secrets.token_hex(4)}"
         return cls(response_id, traceparent, arrival_ns)
 
@@ -64,7 +71,7 @@ class Origin(NamedTuple):
         prompt: str,
         n: int | None = None,
     ) -> Iterator[Reservation]:
-        """Keep room in the queue while the block prepares and sends the request.
+        """Keep room in the queue while the block prepares and sends the request, or refuses it.
 
         Args:
             num_prompts: how many there are.
@@ -75,11 +82,12 @@ class Origin(NamedTuple):
             ApiError: 400, there never would be room.
             QueueFullError: there is none now.
         """
-        arrived, num_samples = self.arrived(operation), max(n or 1, 1)
+        num_samples = max(n or 1, 1)
         param = "n" if num_prompts == 1 and num_samples > 1 else None
         with (
             naming_fields({}, prompt=prompt),
-            state.admission.reserve(num_prompts * num_samples, param=param, **arrived) as room,
+            state.engine.llm_engine.counting_rejections(**self.arrived(operation)),
+            state.admission.reserve(num_prompts * num_samples, param=param) as room,
         ):
             yield room
 
@@ -125,26 +133,11 @@ class Submission(NamedTuple):
             with engine.llm_engine.counting_rejections(**self._arrived()):
                 own = engine.llm_engine.input_processor.process_params(self.params)
                 ready = await engine.process_prompts(prompts, own)
-                self._check_room(ready, engine.config.model.max_model_len)
             num_tokens = sum(len(prompt.token_ids) for prompt in ready)
             request.state.num_prompt_tokens = num_tokens
             request.state.response_id = self.origin.response_id  # by which the engine knows it
             room.add_tokens(own.n * num_tokens)
             return await self._submit(engine, ready, ProcessedParams(own), room)
-
-    def _check_room(self, prompts: Sequence[ProcessedPrompt], context: int | None) -> None:
-        """Refuse what the context cannot hold, where an engine's own caller gets what it can."""
-        asked = self.body.asked_tokens
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        if asked is None or context is None or longest + asked <= context:
-            return
-        raise SamplingParamsError(
-            f"max_tokens={asked} and the prompt's {longest} tokens are {asked + longest} together, "
-            f"and the context of {context} tokens must hold both. Ask for at most "
-            f"{context - longest}, or shorten the prompt.",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
 
     def _arrived(self) -> dict[str, Any]:
         return self.origin.arrived(self.operation) | {"params": self.params}

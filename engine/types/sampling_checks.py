@@ -33,6 +33,8 @@ class NamedArguments(msgspec.StructMeta):
     NOUN: str
     EXAMPLE: str
     PARAM: str | None
+    REFUSED: Mapping[str, str] = {}
+    """Arguments that vLLM has and that may only be None or False here: what to do instead."""
 
     def __call__(self, *arguments: Any, **values: Any) -> Any:
         if arguments:
@@ -40,6 +42,11 @@ class NamedArguments(msgspec.StructMeta):
                 f"{self.__name__} takes its values by name, such as {self.EXAMPLE}; got "
                 f"{short(arguments[0])} without one."
             )
+        for name, remedy in self.REFUSED.items():
+            value = values.pop(name, None)
+            if value is not None and value is not False:
+                place = f"{self.PARAM}.{name}"
+                raise SamplingParamsError(f"{place} is not supported; {remedy}.", param=place)
         fields = [name for name in self.__struct_fields__ if not name.startswith("_")]
         for name in values.keys() - set(fields):
             near = difflib.get_close_matches(name, fields, n=1)

@@ -44,6 +44,14 @@ class StructuredOutputsParams(
     NOUN: ClassVar[str] = "structured output"
     EXAMPLE: ClassVar[str] = 'json={"type": "object"}'
     PARAM: ClassVar[str] = "structured_outputs"
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "disable_additional_properties": "properties that a schema does not name are forbidden "
+        "unless it says additionalProperties: leave that out of the schema",
+        "whitespace_pattern": "disable_any_whitespace makes JSON compact, and a grammar may "
+        "say what stands between its parts",
+        "_backend": "there is one only; leave it out",
+        "_backend_was_auto": "there is one only; leave it out",
+    }
 
     json: str | dict[str, Any] | None = None
     """A JSON schema: a dictionary, its text, or a class with `model_json_schema` (pydantic). After

@@ -59,7 +59,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 8192}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": HUGE}, "truncate_prompt_tokens"),
-    ({"max_tokens": 8192}, "max_tokens"),
+    ({"max_tokens": 8193}, "max_tokens"),
     ({"max_tokens": HUGE}, "max_tokens"),
     ({"logprobs": 2001}, "logprobs"),
     ({"stream": "yes"}, "stream"),
@@ -91,6 +91,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": "x"}},
+        "structured_outputs.whitespace_pattern",
+    ),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -107,12 +111,13 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 2}, "logprobs"),
     ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
     ({"max_completion_tokens": 3}, "max_tokens"),
-    ({"max_completion_tokens": 8192, "max_tokens": None}, "max_completion_tokens"),
+    ({"max_completion_tokens": 8193, "max_tokens": None}, "max_completion_tokens"),
     ({"max_completion_tokens": 1, "max_tokens": None, "min_tokens": 2}, "min_tokens"),
     ({"logprobs": True, "top_logprobs": 2001}, "top_logprobs"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"functions": [{"name": "f"}]}, "functions"),
+    ({"documents": [{"text": 5}]}, "documents.0.text"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "messages"),
@@ -193,25 +198,57 @@ def test_too_long_a_prompt_says_how_long(http: httpx.Client) -> None:
         error = assert_refused(http.post(path, json=body), 400, param)
         assert time.monotonic() - began < 5  # tokenizing the longest takes three times as long
         assert error["code"] == "context_length_exceeded"
-        assert re.match(rf"the prompt has {length} tokens: the context of 8192", error["message"])
+        begins = r"This model's maximum context length is 8192 tokens \(--max-model-len\), .*"
+        assert re.match(begins + rf"the prompt has {length}\. ", error["message"])
     kept = http.post(
         "/v1/completions", json=COMPLETION | {"prompt": long, "truncate_prompt_tokens": 7}
     ).json()
     assert kept["usage"]["prompt_tokens"] == 7
 
 
-def test_more_tokens_than_fit_are_refused_with_the_numbers(http: httpx.Client) -> None:
-    ends_at_once = {"allowed_token_ids": [5], "stop_token_ids": [5]}
-    fits = {"prompt": [6] * 92, "max_tokens": 8100} | ends_at_once
-    assert http.post("/v1/completions", json=fits).json()["usage"]["completion_tokens"] == 1
-    answer = http.post("/v1/completions", json={"prompt": [5] * 8190, "max_tokens": 3})
-    error = assert_refused(answer, 400, "max_tokens")
-    assert error["code"] == "context_length_exceeded"
-    for number in ("max_tokens=3", "8190 tokens", "8193", "8192 tokens", "at most 2"):
-        assert number in error["message"]
-    chat = CHAT | {"max_tokens": 8192, "stream": True}
-    error = assert_refused(http.post("/v1/chat/completions", json=chat), 400, "max_tokens")
-    assert error["code"] == "context_length_exceeded"
+def test_each_refusal_of_the_engines_is_counted_once(http: httpx.Client) -> None:
+    def counts() -> dict[str, float]:
+        counted = re.findall(
+            r'^isinglass_requests_rejected_total\{.*error="(\w+)".*\} (\S+)',
+            http.get("/metrics").text,
+            re.MULTILINE,
+        )
+        return {name: float(value) for name, value in counted}
+
+    before = counts()
+    nobody = {"messages": [{"role": "", "content": "Hi"}]}
+    for path, body, error in (
+        ("/v1/completions", {"prompt": "so " * 9000}, "PromptError"),
+        ("/v1/completions", {"prompt": [5] * 9000}, "PromptError"),
+        ("/v1/completions", {"prompt": [10**6]}, "PromptError"),
+        ("/v1/chat/completions", nobody, "PromptError"),
+        ("/v1/completions", COMPLETION | {"temperature": -1}, "SamplingParamsError"),
+        ("/v1/completions", COMPLETION | {"logprobs": 5000}, "SamplingParamsError"),
+        ("/v1/chat/completions", CHAT | {"top_p": 7}, "SamplingParamsError"),
+    ):
+        assert http.post(path, json=body).status_code == 400
+        after = counts()
+        changed = {name: after[name] - before.get(name, 0.0) for name in after}
+        assert {name: change for name, change in changed.items() if change} == {error: 1.0}, body
+        before = after
+
+
+def test_more_tokens_than_fit_are_cut_and_more_than_the_context_are_refused(
+    http: httpx.Client,
+) -> None:
+    long = {"prompt": [5] * 8190, "ignore_eos": True}
+    for fields in ({"max_tokens": 3}, {"max_tokens": 8192, "truncate_prompt_tokens": 8190}):
+        answer = http.post("/v1/completions", json=long | fields).json()
+        assert answer["usage"]["completion_tokens"] == 2
+        assert answer["choices"][0]["finish_reason"] == "length"
+    kept = {"prompt": [5] * 9000, "truncate_prompt_tokens": -1, "max_tokens": 4}
+    usage = http.post("/v1/completions", json=kept).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (8191, 1)
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        answer = http.post(path, json=body | {"max_tokens": 8193, "stream": True})
+        error = assert_refused(answer, 400, "max_tokens")
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 8192 tokens, ")
 
 
 @pytest.mark.parametrize(
@@ -242,8 +279,9 @@ def test_what_is_not_json_is_refused(http: httpx.Client, content: bytes) -> None
 
 def test_surrogates_that_belong_together_are_a_character(http: httpx.Client) -> None:
     content = b'{"prompt": "\\ud83d\\ude42", "max_tokens": 1, "echo": true}'
-    answer = http.post("/v1/completions", content=content, headers=JSON)
-    assert answer.json()["choices"][0]["text"].startswith("🙂")
+    for body in (content, b"\xef\xbb\xbf" + content):  # a byte order mark is none of it
+        answer = http.post("/v1/completions", content=body, headers=JSON)
+        assert answer.json()["choices"][0]["text"].startswith("🙂")
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
@@ -256,7 +294,7 @@ def test_other_media_types_are_refused(http: httpx.Client, kind: str | None) -> 
 def test_wrong_names_and_methods(http: httpx.Client) -> None:
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
         error = assert_refused(http.post(path, json=body | {"model": "gpt-4"}), 404, "model")
-        assert error["code"] == "model_not_found"
+        assert (error["type"], error["code"]) == ("invalid_request_error", "model_not_found")
         assert_refused(http.get(path), 405, None)
     assert_refused(http.get("/v1/models/gpt-4"), 404, "model")
     assert_refused(http.get("/v1/nothing"), 404, None)
@@ -280,12 +318,16 @@ def test_fields_that_nobody_knows_are_accepted(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json=body).status_code == 200
 
 
-def test_an_id_in_use_is_refused(http: httpx.Client) -> None:
-    body = COMPLETION | {"request_id": "twice", "max_tokens": 300, "ignore_eos": True}
+def test_an_id_in_use_is_not_given_again(http: httpx.Client) -> None:
+    body = COMPLETION | {"request_id": "twice-1", "max_tokens": 300, "ignore_eos": True}
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as first:
         lines = first.iter_lines()
-        assert next(lines).startswith("data: ")
-        assert_refused(http.post("/v1/completions", json=body), 400, "request_id")
+        assert json.loads(next(lines).removeprefix("data: "))["id"] == "cmpl-twice-1"
+        short = COMPLETION | {"request_id": "twice-1"}
+        for wanted in (short, short | {"request_id": "twice", "prompt": ["a", "b"]}):
+            answer = http.post("/v1/completions", json=wanted)
+            assert answer.status_code == 200
+            assert re.fullmatch(r"cmpl-twice(-1)?-[0-9a-f]{8}", answer.json()["id"])
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -158,9 +158,22 @@ def test_what_is_written_for_a_template_is_what_is_read() -> None:
 def test_malformed_messages_are_refused() -> None:
     with pytest.raises(PromptError, match=r"messages\[0\]"):
         plan_chat(ChatFormats.resolve(CHATML), [{"content": "x"}], tools=TOOLS)
+
+
+def test_a_broken_call_goes_back_without_arguments() -> None:
     broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-    with pytest.raises(PromptError, match="the arguments are not JSON"):
-        plan_chat(ChatFormats.resolve(CHATML), [broken])
+    text = render(plan_chat(ChatFormats.resolve(CHATML), [broken]))
+    assert '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>' in text
+
+
+def test_tools_go_to_the_developer_s_message() -> None:
+    formats = ChatFormats.resolve(CHATML)
+    told = [{"role": role, "content": "Be brief."} for role in ("system", "developer")]
+    by_system, by_developer = (
+        render(plan_chat(formats, [message, *USER], tools=TOOLS)) for message in told
+    )
+    assert by_developer == by_system
+    assert "<tools>" in by_system
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -236,6 +236,95 @@ def test_tool_calls() -> None:
     assert render_chat(LLAMA, as_text, tools=TOOLS, variables=VARIABLES) == expected
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "Par', "", "no", "[1]", "null", "[" * 100_000, [1], 5, None]
+)
+def test_arguments_that_are_no_object_count_as_none(arguments: Any) -> None:
+    """A model's own broken call, which every later turn brings again."""
+    function = {"name": "f", "arguments": arguments}
+    messages = [*TOOL_CONVERSATION]
+    messages[1] = messages[1] | {"tool_calls": [{"type": "function", "function": function}]}
+    assert '{"name": "f", "parameters": {}}' in render_chat(LLAMA, messages, variables=VARIABLES)
+    assert function["arguments"] == arguments
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"content": None, "refusal": "No."},
+        {"content": None, "reasoning_content": "hm"},
+        {"content": None, "tool_calls": []},
+        {"content": None, "function_call": {"name": "f", "arguments": "{}"}},
+    ],
+)
+def test_an_assistant_may_have_said_nothing(message: dict[str, Any]) -> None:
+    rest = {"role": "user", "content": "Go on."}
+    for template in (LLAMA, QWEN, MISTRAL, PARTS):
+        said, silent = (
+            render_chat(
+                template,
+                [rest, {"role": "assistant", **said}, rest],
+                variables=VARIABLES,
+            )
+            for said in ({"content": ""}, message)
+        )
+        assert silent == said
+    silent = render_chat(QWEN, [rest, {"role": "assistant", **message}])
+    assert ("<think>\nhm\n</think>" in silent) == ("reasoning_content" in message)
+
+
+def test_tool_calls_without_content_have_an_empty_one() -> None:
+    template = "{% for message in messages %}{{ '[' + message['content'] + ']' }}{% endfor %}"
+    assert render_chat(template, TOOL_CONVERSATION) == "[Weather?][][sunny]"
+
+
+def test_a_refusal_is_text() -> None:
+    parts = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]
+    as_text = [{"type": "text", "text": "Well."}, {"type": "text", "text": "No."}]
+    for template in (QWEN, PARTS):
+        refused, told = (
+            render_chat(template, [{"role": "assistant", "content": content}])
+            for content in (parts, as_text)
+        )
+        assert refused == told
+        assert "No." in told
+
+
+STRICT = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message must come first') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}"
+)
+HARMONY = "{% if messages[0].role in ['system', 'developer'] %}{{ messages[0].role }}{% endif %}"
+
+
+def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
+    def told(role: str, text: Any = "Be brief.") -> dict[str, Any]:
+        return {"role": role, "content": text}
+
+    developer, system, user = told("developer"), told("system"), told("user", "Hi")
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]
+    for template in (LLAMA, STRICT, QWEN, PARTS, STRICT + "as a developer"):
+        for text in ("Be brief.", parts):
+            assert render_chat(
+                template, [told("developer", text), user], variables=VARIABLES
+            ) == render_chat(template, [told("system", text), user], variables=VARIABLES)
+    for told_so in ("system", "developer"):
+        assert render_chat(HARMONY, [told(told_so)]) == told_so
+    # Several become one; without a developer among them they stay as they are.
+    for messages in (
+        [system, told("developer", parts), user],
+        [user, system, told("developer", ""), told("developer", parts)],
+    ):
+        text = "system: Be brief.\n\nOne\nTwo\nuser: Hi\n"
+        assert render_chat(STRICT, messages) == text
+    assert render_chat(STRICT, [user, developer]) == "system: Be brief.\nuser: Hi\n"
+    with pytest.raises(PromptError, match="must come first"):
+        render_chat(STRICT, [user, system])
+
+
 def test_parts_become_a_string_unless_the_template_reads_them() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "user", "content": parts}]
@@ -279,9 +368,10 @@ def test_apply_chat_template(tokenizer: Tokenizer) -> None:
         ([{"role": "user", "content": "x", "extra": object()}], "holds a object"),
         ([{"role": "assistant", "tool_calls": "f()"}], "must be a list"),
         ([{"role": "assistant", "tool_calls": ["f()"]}], "must be a dictionary"),
+        ([{"role": "tool", "content": None}], 'has no "content"'),
         (
-            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
-            "arguments are not JSON",
+            [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}],
+            r"\.refusal must be a string, got None",
         ),
         (
             [{"role": "user", "content": "x"}, {"role": "user", "content": 1.5}],
@@ -313,19 +403,20 @@ def test_bad_arguments() -> None:
             render_chat(
                 template, messages, add_generation_prompt=False, continue_final_message=True
             )
-    with pytest.raises(PromptError, match="no content"):
-        render_chat(
-            LLAMA,
-            TOOL_CONVERSATION[:2],
-            add_generation_prompt=False,
-            continue_final_message=True,
-        )
+    for template, final in ((LLAMA, TOOL_CONVERSATION[1]), (PARTS, messages[0] | {"content": []})):
+        with pytest.raises(PromptError, match=r"drops or changes|has no content"):
+            render_chat(template, [final], add_generation_prompt=False, continue_final_message=True)
 
 
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
         ("{% for x in %}", "not valid Jinja"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "cannot be compiled"),
+        ("{{ " + "-" * 100_000 + "1 }}", "cannot be compiled"),
+        ("{% if 1 %}" * 400 + "{% endif %}" * 400, "cannot be compiled"),
+        ("{% for i in 'a' %}" * 150 + "{% endfor %}" * 150, "cannot be compiled"),
+        ("{{ " + "1" * 5000 + " }}", "cannot be compiled"),
         ("{{ raise_exception('no ' + messages[0].role) }}", "refused the messages: no user"),
         ("{{ messages[0].missing.deeper }}", "refused"),
         ("{{ messages[0].content + 3 }}", "refused"),
@@ -352,6 +443,8 @@ def test_what_templates_are_given() -> None:
         '{\n "a": 1\n}'
     )
     assert render_chat("{{ documents is none }}{{ tools is none }}", messages) == "TrueTrue"
+    variables = {"documents": [{"text": "é"}]}
+    assert render_chat("{{ documents[0].text }}", messages, variables=variables) == "é"
     year = render_chat("{{ strftime_now('%Y') }}", messages)
     assert year.isdigit()
     assert int(year) >= 2024

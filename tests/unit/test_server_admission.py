@@ -2,8 +2,6 @@
 
 import itertools
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,22 +29,6 @@ class Clock:
         return self.now_ns
 
 
-class Rejections:
-    """Stands for the engine's own counter of rejections."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    @contextmanager
-    def __call__(self, **arrived: Any) -> Iterator[None]:
-        self.arrived = arrived
-        try:
-            yield
-        except Exception as error:
-            self.names.append(type(error).__name__)
-            raise
-
-
 def make_admission(
     *,
     max_num_seqs: int = 0,
@@ -54,9 +36,9 @@ def make_admission(
     directory: Path | None = None,
     index: int = 1,
     **limits: Any,
-) -> tuple[Admission, QueueCounter, Clock, Rejections]:
+) -> tuple[Admission, QueueCounter, Clock]:
     """One frontend's; of two, if there is a directory. No place is free unless it is said so."""
-    clock, rejections = Clock(), Rejections()
+    clock = Clock()
     queue = QueueCounter(clock=clock)
     attachment = (
         None if directory is None else SimpleNamespace(directory=str(directory), client_index=index)
@@ -66,12 +48,11 @@ def make_admission(
         config=SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=max_num_seqs)),
         llm_engine=SimpleNamespace(
             queue=queue,
-            counting_rejections=rejections,
             ready=SimpleNamespace(max_num_batched_tokens=budget),
         ),
     )
     count = {} if directory is None else {"api_server_count": 2}
-    return Admission(engine, ServerConfig.from_kwargs(**limits, **count)), queue, clock, rejections
+    return Admission(engine, ServerConfig.from_kwargs(**limits, **count)), queue, clock
 
 
 def step(num_running: int, stop: AdmissionStop = AdmissionStop.NONE, **fields: Any) -> StepRecord:
@@ -178,15 +159,14 @@ def test_what_is_free_is_what_the_last_step_has_left() -> None:
 
 
 def test_without_limits_everything_is_let_in() -> None:
-    admission, queue, _, rejections = make_admission()
+    admission, queue, _ = make_admission()
     queue.add(1, 10**9)
     with admission.reserve(10**6) as room:
         room.add_tokens(10**12)
-    assert not rejections.names
 
 
 def test_requests_are_let_in_up_to_the_limit_and_all_or_nothing() -> None:
-    admission, queue, _, rejections = make_admission(max_num_queued_reqs=4)
+    admission, queue, _ = make_admission(max_num_queued_reqs=4)
     for number in range(2):
         queue.add(number, 10)
     full = pytest.raises(QueueFullError, match=r"4 requests wait.* 1 it would be 5.* 4 may")
@@ -195,17 +175,15 @@ def test_requests_are_let_in_up_to_the_limit_and_all_or_nothing() -> None:
     with admission.reserve(1), admission.reserve(1):
         pass
     with pytest.raises(QueueFullError):
-        admission.reserve(3, request_id="who").__enter__()
-    assert rejections.arrived == {"request_id": "who"}
+        admission.reserve(3).__enter__()
     assert (admission.num_reserved, queue.num_requests) == (0, 2)
-    assert rejections.names == ["QueueFullError"] * 2
     queue.remove([0])
     with admission.reserve(3):
         pass
 
 
 def test_tokens_are_let_in_up_to_the_limit() -> None:
-    admission, queue, _, _ = make_admission(max_num_queued_tokens=1000)
+    admission, queue, _ = make_admission(max_num_queued_tokens=1000)
     queue.add(1, 600)
     with admission.reserve(1) as room:
         room.add_tokens(300)
@@ -223,15 +201,14 @@ def test_tokens_are_let_in_up_to_the_limit() -> None:
 
 @pytest.mark.parametrize("limit", ["max_num_queued_reqs", "max_num_queued_tokens"])
 def test_what_never_fits_is_told_not_to_come_back(limit: str) -> None:
-    admission, _, _, rejections = make_admission(**{limit: 3})
+    admission, _, _ = make_admission(**{limit: 3})
     with pytest.raises(PromptError, match="alone has 4") as caught, admission.reserve(4) as room:
         room.add_tokens(4)
     assert as_api_error(caught.value).status == 400
-    assert rejections.names == ["PromptError"]
 
 
 def test_a_burst_that_fits_into_the_free_places_waits_for_nobody() -> None:
-    admission, queue, _, _ = make_admission(max_num_seqs=8, budget=100, max_num_queued_reqs=2)
+    admission, queue, _ = make_admission(max_num_seqs=8, budget=100, max_num_queued_reqs=2)
     for number in range(10):  # one by one, before any step has begun
         with admission.reserve(1):
             queue.add(number, 10)
@@ -257,7 +234,7 @@ def test_a_burst_that_fits_into_the_free_places_waits_for_nobody() -> None:
 
 
 def test_prompt_tokens_wait_beyond_what_the_next_step_has_room_for() -> None:
-    admission, queue, _, _ = make_admission(max_num_seqs=8, budget=100, max_num_queued_tokens=50)
+    admission, queue, _ = make_admission(max_num_seqs=8, budget=100, max_num_queued_tokens=50)
     with admission.reserve(1) as room:
         room.add_tokens(150)
         with pytest.raises(QueueFullError, match=r"50 prompt tokens wait.* 1 it would be 51"):
@@ -287,7 +264,7 @@ def test_limits_hold_for_all_frontends_together(tmp_path: Path) -> None:
         )
         for index in (1, 2)
     ]
-    (one, queue_one, _, _), (two, queue_two, _, _) = made
+    (one, queue_one, _), (two, queue_two, _) = made
     with one.reserve(3) as room:
         room.add_tokens(30)
         with two.reserve(3) as other:
@@ -314,16 +291,16 @@ def test_what_a_step_admits_counts_though_only_another_frontend_has_heard_of_it(
 ) -> None:
     settings = {"max_num_seqs": 4, "budget": 100, "directory": tmp_path}
     limits = {"max_num_queued_reqs": 4, "max_num_queued_tokens": 50}
-    one, queue_one, _, _ = make_admission(**settings, **limits)
-    two, queue_two, _, _ = make_admission(**settings, **limits, index=2)
+    one, queue_one, _ = make_admission(**settings, **limits)
+    two, queue_two, _ = make_admission(**settings, **limits, index=2)
     for admission in (one, two):
-        admission.check_requests(1, {})  # both look
+        admission.check_requests(1)  # both look
     for number in range(8):
         queue_one.add(number, 10)
 
     def refuses(admission: Admission) -> bool:
         try:
-            admission.check_requests(1, {})
+            admission.check_requests(1)
         except QueueFullError:
             return True
         return False
@@ -335,7 +312,7 @@ def test_what_a_step_admits_counts_though_only_another_frontend_has_heard_of_it(
     assert QueueBoard(str(tmp_path), 2).others(2) == (4, 40)
     assert refuses(two)
     with pytest.raises(QueueFullError):
-        two.check_tokens(11, {})
+        two.check_tokens(11)
     # It hears of an earlier step only now, and then of this one.
     queue_two.observe_step(StepRecord(step=done.step - 1, begin_ns=1, end_ns=2))
     queue_two.observe_idle()
@@ -351,8 +328,8 @@ def test_what_a_step_admits_counts_though_only_another_frontend_has_heard_of_it(
 
 def test_the_answer_counts_on_what_leaves_at_all_frontends(tmp_path: Path) -> None:
     """Each sees ten a second leave; thirty of forty have to, of which it has half."""
-    one, queue, clock, _ = make_admission(directory=tmp_path, max_num_queued_reqs=10)
-    two, other, _, _ = make_admission(directory=tmp_path, index=2, max_num_queued_reqs=10)
+    one, queue, clock = make_admission(directory=tmp_path, max_num_queued_reqs=10)
+    two, other, _ = make_admission(directory=tmp_path, index=2, max_num_queued_reqs=10)
     for admission in (one, two):
         admission._look()  # which has it shown
     for number in range(30):
@@ -368,7 +345,7 @@ def test_the_answer_counts_on_what_leaves_at_all_frontends(tmp_path: Path) -> No
 
 
 def test_a_block_that_fails_gives_its_room_back() -> None:
-    admission, _, _, _ = make_admission(max_num_queued_reqs=4, max_num_queued_tokens=10)
+    admission, _, _ = make_admission(max_num_queued_reqs=4, max_num_queued_tokens=10)
 
     def fail() -> None:
         with admission.reserve(4) as room:
@@ -382,7 +359,7 @@ def test_a_block_that_fails_gives_its_room_back() -> None:
 
 @pytest.mark.parametrize(("per_s", "expected"), [(None, 1), (0.01, 60), (0.5, 4), (1000, 1)])
 def test_the_answer_says_when_to_come_back(per_s: float | None, expected: int) -> None:
-    admission, queue, clock, _ = make_admission(max_num_queued_reqs=10)
+    admission, queue, clock = make_admission(max_num_queued_reqs=10)
     for number in range(20):
         queue.add(number, 1)
     if per_s is not None:

@@ -1,5 +1,6 @@
 """Bodies of the OpenAI routes: what is accepted, and which `SamplingParams` come of it."""
 
+import gc
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from engine.errors import (
     TokenizerError,
 )
 from engine.frontend.chat_template import check_messages
+from engine.frontend.token_bytes import new_utf8_decoder
+from engine.server.chat import chat_params
 from engine.server.completions import completion_params
 from engine.server.errors import ApiError
-from engine.server.json_body import decode_json
+from engine.server.json_body import MAX_CONTAINERS, decode_json
 from engine.server.logprobs import CompletionLogprobs, TokenNames, chat_logprobs, most_likely
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.completion import CompletionRequest
@@ -62,6 +65,7 @@ def engine() -> Any:
     return SimpleNamespace(
         get_default_sampling_params=lambda: DEFAULTS,
         config=SimpleNamespace(model=SimpleNamespace(max_model_len=100, generation_config="auto")),
+        llm_engine=SimpleNamespace(model_config=SimpleNamespace(generation_defaults={})),
     )
 
 
@@ -179,6 +183,41 @@ def test_no_tokens_may_be_asked_for_with_echo_only(engine: Any) -> None:
     assert completion_params(body.model_copy(update={"echo": True}), engine)[1].max_tokens == 1
 
 
+@pytest.mark.parametrize("form", ["completion", "chat", "old chat"])
+def test_more_tokens_than_the_context_holds_are_refused(engine: Any, form: str) -> None:
+    """Not more than it holds behind the prompt, which the engine cuts, as vLLM does."""
+    field = "max_completion_tokens" if form == "chat" else "max_tokens"
+
+    def params(asked: int | None) -> SamplingParams:
+        if form == "completion":
+            return completion_params(CompletionRequest(prompt="a", max_tokens=asked), engine)[1]
+        messages = [{"role": "user", "content": "a"}]
+        body = ChatCompletionRequest(messages=messages, **{field: asked})
+        free: Any = SimpleNamespace(structured_outputs=None, needs_special_tokens=False)
+        return chat_params(body, engine, free, {})[1]
+
+    assert params(100).max_tokens == 100
+    for asked in (101, 10**9):
+        with pytest.raises(ApiError) as caught:
+            params(asked)
+        assert (caught.value.param, caught.value.code) == (field, "context_length_exceeded")
+        assert f"context length is 100 tokens, and {field}={asked}" in caught.value.message
+    # What the client has not asked for, such as a generation config's limit, refuses nothing.
+    engine.llm_engine.model_config.generation_defaults["max_new_tokens"] = 5000
+    assert params(None).max_tokens == (16 if form == "completion" else 5000)
+
+
+def test_what_processors_of_ones_own_read_comes_as_vllm_names_it(engine: Any) -> None:
+    body = CompletionRequest(prompt="a", vllm_xargs={"strength": 2.5, "words": ["a"]})
+    assert completion_params(body, engine)[1].extra_args == {"strength": 2.5, "words": ["a"]}
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(ApiError, match="vllm_xargs must not be nested") as caught:
+        completion_params(CompletionRequest(prompt="a", vllm_xargs={"x": deep}), engine)
+    assert caught.value.param == "vllm_xargs"
+
+
 def test_errors_of_the_engine_name_the_bodys_field(engine: Any) -> None:
     body = CompletionRequest(prompt="a", top_p=5.0)
     with pytest.raises(ApiError) as caught:
@@ -289,6 +328,7 @@ def test_tokenize_wants_one_of_two() -> None:
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("chat_template", "default"),
         ("chat_template_kwargs", {"enable_thinking": False}),
+        ("documents", [{"title": "a", "text": "b"}]),
         ("add_generation_prompt", True),
         ("continue_final_message", True),
     ],
@@ -328,13 +368,45 @@ def test_json_by_the_book() -> None:
     kind = "application/json; charset=utf-8"
     assert decode_json('{"a": "é\\ud83d\\ude42"}'.encode(), kind) == {"a": "é🙂"}
     assert decode_json(b"{}", "application/vnd.api+json") == {}
-    for body in (b'{"a": NaN}', b'{"a": "\\ud800"}', b"[1]", b"", b"{'a': 1}", b'{"a": 1,}'):
+    mark = b"\xef\xbb\xbf"  # in front of what some shells write
+    assert decode_json(mark + '{"a": "\ufeff"}'.encode(), kind) == {"a": "\ufeff"}
+    for body in (
+        *(b'{"a": NaN}', b'{"a": "\\ud800"}', b"[1]", b"", b"{'a': 1}", b'{"a": 1,}'),
+        *(mark, 2 * mark + b"{}", '{"a": 1}'.encode("utf-16")),
+    ):
         with pytest.raises(ApiError) as caught:
             decode_json(body, kind)
         assert caught.value.status == 400
     with pytest.raises(ApiError) as caught:
         decode_json(b"{}", "text/plain")
     assert caught.value.status == 415
+
+
+def test_a_body_of_millions_of_lists_is_refused_without_a_collection_of_garbage() -> None:
+    collections: list[str] = []
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    few = b'{"a": [' + b"[],{}," * (MAX_CONTAINERS // 2 - 4) + b"1]}"
+    gc.callbacks.append(watch)
+    try:
+        for bomb in (b"[],", b"{},", b'{"a":[1]},'):
+            many = b'{"a": [' + bomb * ((4 << 20) // len(bomb)) + b"1]}"
+            gc.collect()
+            collections.clear()
+            with pytest.raises(ApiError, match="lists and objects") as caught:
+                decode_json(many, "application/json")
+            assert caught.value.status == 400
+            assert not collections
+            assert gc.isenabled()
+        gc.collect()
+        collections.clear()
+        assert len(decode_json(few, "application/json")["a"]) == MAX_CONTAINERS - 7
+        assert len(collections) <= 2, "one, once it has been decoded"
+    finally:
+        gc.callbacks.remove(watch)
+    assert decode_json(b'{"a": "' + b"[{" * MAX_CONTAINERS + b'"}', "application/json")
 
 
 class FakeTokenizer:
@@ -345,8 +417,9 @@ class FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self.TOKENS[token_id]
 
-    def token_text(self, token_id: int) -> str:
-        return self.TOKENS[token_id].decode(errors="replace")
+    def token_text_after(self, context: tuple[int, ...], token_id: int) -> str:
+        assert context == ()
+        return new_utf8_decoder("replace").decode(self.TOKENS[token_id])
 
 
 def test_logprobs_of_chats_have_true_bytes() -> None:
@@ -367,6 +440,7 @@ def test_logprobs_of_chats_have_true_bytes() -> None:
 def test_logprobs_in_lists() -> None:
     names = TokenNames(FakeTokenizer(), as_ids=False)  # type: ignore[arg-type]
     logprobs = CompletionLogprobs(names, 1)
+    assert logprobs.take([(2, None)], [0])["tokens"] == [""]  # it begins a character
     first = logprobs.take([(0, None), (2, {2: Logprob(-1.0, 1, "")})], [0, 1])
     assert first["tokens"] == ["a", ""]
     assert first["token_logprobs"] == [None, -1.0]

@@ -150,12 +150,14 @@ def test_an_id_in_use_is_not_given_again() -> None:
     engine = FakeEngine()
     request = make_request(engine)
     assert Origin.of(request, engine, "cmpl", None).response_id == "cmpl-told"
-    for used in ("cmpl-told", "cmpl-told-0"):
-        engine.used = {used}
-        given = Origin.of(request, engine, "cmpl", None).response_id
-        assert given.startswith("cmpl-told-")
-        assert len(given) == len("cmpl-told-") + 8
-    assert Origin.of(request, engine, "cmpl", "told").response_id == "cmpl-told"
+    assert Origin.of(request, engine, "cmpl", "wanted").response_id == "cmpl-wanted"
+    for wanted in (None, "wanted"):
+        begins = f"cmpl-{wanted or 'told'}"
+        for used in (begins, f"{begins}-0", f"{begins}-2"):
+            engine.used = {used}
+            given = Origin.of(request, engine, "cmpl", wanted, num_prompts=3).response_id
+            assert given.startswith(f"{begins}-")
+            assert len(given) == len(begins) + 9
 
 
 def test_a_full_queue_refuses_before_anything_is_rendered_or_tokenized() -> None:
@@ -197,62 +199,3 @@ def test_what_is_on_its_way_through_the_tokenizer_counts() -> None:
         await create_completion(body, request)
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("form", ["completion", "chat", "old chat"])
-def test_more_tokens_than_the_context_can_hold_are_refused(form: str) -> None:
-    """The context has 100 tokens; what the prompts leave may be asked for, and not one more."""
-
-    def body(asked: int | None) -> Any:
-        if form == "completion":
-            return CompletionRequest(prompt=["aaa", "a" * 40], max_tokens=asked)
-        field = "max_completion_tokens" if form == "chat" else "max_tokens"
-        return ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], **{field: asked})
-
-    def send_one(asked: int | None) -> int:
-        engine = FakeEngine()
-        request = make_request(engine)
-        made = body(asked)
-        origin = Origin.of(request, engine, "x", None)
-        names = {"max_tokens": "max_completion_tokens"} if form == "chat" else {}
-        params = SamplingParams(max_tokens=asked)
-        submission = Submission(made, params, origin, TEXT_COMPLETION, names, "prompt")
-        prompts = [{"prompt": "aaa"}, {"prompt": "a" * 40}]
-
-        async def run() -> None:
-            server = request.app.state.server
-            with origin.reserve(server, 2, TEXT_COMPLETION, prompt="prompt") as room:
-                await submission.send(engine, request, prompts, room)
-
-        try:
-            asyncio.run(run())
-        finally:
-            assert len(engine.refused) == (0 if engine.sent else 1)
-        return len(engine.sent)
-
-    assert send_one(60) == send_one(None) == 2
-    for asked in (61, 10**9):
-        with pytest.raises(ApiError) as caught:
-            send_one(asked)
-        field = "max_completion_tokens" if form == "chat" else "max_tokens"
-        assert (caught.value.param, caught.value.code) == (field, "context_length_exceeded")
-        message = f"{field}={asked} and the prompt's 40 tokens are {asked + 40} together"
-        assert caught.value.message.startswith(message)
-        assert "the context of 100 tokens" in caught.value.message
-        assert "at most 60," in caught.value.message
-
-
-def test_a_limit_of_the_models_own_is_cut() -> None:
-    """What the client has not asked for, such as a generation config's limit, refuses nothing."""
-    engine = FakeEngine()
-    request = make_request(engine)
-    origin = Origin.of(request, engine, "cmpl", None)
-    body = CompletionRequest(prompt="a" * 99)
-    submission = Submission(body, SamplingParams(max_tokens=16), origin, "x", {}, "prompt")
-
-    async def run() -> None:
-        with origin.reserve(request.app.state.server, 1, "x", prompt="prompt") as room:
-            await submission.send(engine, request, [{"prompt": "a" * 99}], room)
-
-    asyncio.run(run())
-    assert len(engine.sent) == 1

@@ -124,8 +124,17 @@ def test_what_is_accepted_and_how_it_travels(
         ({"structural_tag": "x"}, "structural_tag must be a JSON object"),
         ({"regex": "a", "disable_any_whitespace": True}, "is for json and json_object"),
         ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace must be True"),
+        (
+            {"json": {}, "disable_additional_properties": True},
+            "structured_outputs.disable_additional_properties is not supported; properties that",
+        ),
+        (
+            {"json": {}, "whitespace_pattern": "[ ]?"},
+            "structured_outputs.whitespace_pattern is not supported; disable_any_whitespace",
+        ),
+        ({"json": {}, "_backend": "guidance"}, "structured_outputs._backend is not supported"),
     ],
-    ids=range(39),
+    ids=range(42),
 )
 def test_what_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingParamsError, match=message):
@@ -134,6 +143,22 @@ def test_what_is_refused(values: dict[str, Any], message: str) -> None:
         SamplingParams(structured_outputs=values)
     assert caught.value.param is not None
     assert caught.value.param.startswith("structured_outputs")
+
+
+def test_all_of_vllm_s_fields_may_be_named() -> None:
+    """As `dataclasses.asdict` of its parameters names them."""
+    dumped = {
+        **dict.fromkeys(KINDS),
+        "json": SCHEMA,
+        "disable_any_whitespace": False,
+        "disable_additional_properties": False,
+        "whitespace_pattern": None,
+        "_backend": None,
+        "_backend_was_auto": False,
+    }
+    for form in (dumped, StructuredOutputsParams(**dumped)):
+        params = SamplingParams(structured_outputs=form)
+        assert params.structured_outputs == StructuredOutputsParams(json=SCHEMA)
 
 
 @pytest.mark.parametrize("value", [3, "regex", ["regex"], {1: 2}])

@@ -28,12 +28,17 @@ MESSAGES_SCHEMA = {
                     {
                         "type": "array",
                         "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {
-                                "type": {"const": "text"},
-                                "text": {"type": "string"},
-                            },
+                            "anyOf": [
+                                {
+                                    "type": "object",
+                                    "required": ["type", kind],
+                                    "properties": {
+                                        "type": {"const": kind},
+                                        kind: {"type": "string"},
+                                    },
+                                }
+                                for kind in ("text", "refusal")
+                            ]
                         },
                     },
                     {"type": "null"},
@@ -65,17 +70,14 @@ MessagesField = Annotated[Any, AfterValidator(check_messages), WithJsonSchema(ME
 class ChatCompletionRequest(GenerationFields, TemplateFields):
     """A conversation to go on with."""
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationFields.REFUSED | {
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"], []),
         "audio": (),
         "prediction": (),
         "web_search_options": (),
-        "use_beam_search": (False,),
-        "logits_processors": ([],),
         "verbosity": ("medium",),
-        "documents": ([],),
         "mm_processor_kwargs": ({},),
         "best_of": (1,),
     }
@@ -83,8 +85,8 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
     messages: MessagesField
     max_completion_tokens: int | None = Field(
         None,
-        description="Most tokens to make; the rest of the context if left out. Refused if the "
-        "context cannot hold them behind the prompt.",
+        description="Most tokens to make; the rest of the context if left out. What the context "
+        "cannot hold behind the prompt is cut.",
     )
     max_tokens: int | None = Field(None, json_schema_extra={"deprecated": True})
     logprobs: bool | None = None
@@ -98,12 +100,6 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
     echo: bool | None = Field(
         None, description="Put the last message, which is the assistant's, in front of the answer."
     )
-
-    @property
-    def asked_tokens(self) -> int | None:
-        """See `GenerationFields`."""
-        whole = self.max_completion_tokens
-        return self.max_tokens if whole is None else whole
 
     @model_validator(mode="before")
     @classmethod

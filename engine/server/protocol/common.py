@@ -39,7 +39,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields of OpenAI's that have no effect here, with the values that ask for nothing."""
+    """Fields of OpenAI's and vLLM's that have no effect here, with values that ask for nothing."""
 
     @model_validator(mode="after")
     def _check_extras(self) -> "Body":
@@ -69,29 +69,54 @@ class SamplingFields(Body):
 
     n: int | None = Field(None, description="Outputs for each prompt.")
     temperature: float | None = Field(None, description="0: always the most likely token.")
-    top_p: float | None = None
+    top_p: float | None = Field(
+        None,
+        description="Only the likeliest tokens, up to this probability together; above 0, up to 1.",
+    )
     top_k: int | None = Field(None, description="0 or -1: all tokens.")
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    min_p: float | None = Field(
+        None,
+        description="Only tokens at least this likely, as a share of the most likely one; 0 to 1.",
+    )
+    presence_penalty: float | None = Field(
+        None, description="Taken off the logits of tokens that the output has; -2 to 2."
+    )
+    frequency_penalty: float | None = Field(
+        None, description="Taken off a token's logit for each time the output has it; -2 to 2."
+    )
+    repetition_penalty: float | None = Field(
+        None, description="Above 1 makes tokens of prompt and output less likely; above 0."
+    )
     seed: int | None = Field(None, description="Makes the output repeatable.")
     stop: str | Texts | None = Field(None, description="Text that ends the output.")
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
+    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the output.")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Keep the text that ended the output; default: false."
+    )
+    ignore_eos: bool | None = Field(
+        None, description="Go on behind the model's token for the end; default: false."
+    )
+    min_tokens: int | None = Field(None, description="No end before so many tokens; default: 0.")
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; default: true."
+    )
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="Spaces between them in the text; default: true."
+    )
     logit_bias: dict[str, float] | None = Field(
         None, description="Added to the logits of token ids."
     )
-    allowed_token_ids: list[int] | None = None
-    bad_words: Texts | None = None
-    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = Field(None, description="Only these tokens.")
+    bad_words: Texts | None = Field(None, description="Words that the output may not have.")
+    prompt_logprobs: int | None = Field(
+        None, description="How many likely tokens to report for each place of the prompt."
+    )
     truncate_prompt_tokens: int | None = Field(
         None,
         description="Keep this many last tokens of the prompt; -1: as many as the context holds.",
+    )
+    vllm_xargs: JsonObject | None = Field(
+        None, description="`extra_args`, which the server's own logits processors read."
     )
     response_format: JsonObject | None = Field(
         None,
@@ -111,11 +136,30 @@ class SamplingFields(Body):
 class GenerationFields(SamplingFields):
     """What both kinds of completion know besides."""
 
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_beam_search": (False,),
+        "logits_processors": ([],),
+        "length_penalty": (1,),
+        "truncation_side": ("left",),
+        "logprob_token_ids": ([],),
+        "return_token_offsets": (False,),
+        "return_prompt_text": (False,),
+        "thinking_token_budget": (),
+        "repetition_detection": (),
+        "watermarking": (False,),
+        "stream_interval": (1,),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+        "routed_experts_prompt_start": (0,),
+    }
+
     model: str | None = Field(None, description="A name of /v1/models; the only one if left out.")
-    stream: bool | None = None
+    stream: bool | None = Field(None, description="Answer with events as tokens come.")
     stream_options: StreamOptions | None = None
     request_id: str | None = Field(
-        None, pattern=REQUEST_ID_PATTERN, description="Part of the answer's id; unique by itself."
+        None,
+        pattern=REQUEST_ID_PATTERN,
+        description="Part of the answer's id, with more behind it while another has the same.",
     )
     priority: int | None = Field(
         None, description="Lower is sooner; needs --scheduling-policy priority."
@@ -128,11 +172,6 @@ class GenerationFields(SamplingFields):
         None, description='Name tokens of logprobs "token_id:N".'
     )
     user: str | None = Field(None, description="Not used.")
-
-    @property
-    def asked_tokens(self) -> int | None:
-        """How many output tokens the body itself asks for; None leaves it to the server."""
-        return None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationFields":
@@ -163,6 +202,9 @@ class TemplateFields(BaseModel):
     )
     chat_template_kwargs: JsonObject | None = Field(
         None, description="Further variables of the template, such as enable_thinking."
+    )
+    documents: list[dict[str, str]] | None = Field(
+        None, description="A variable of the chat template: what is to be answered from."
     )
     tools: list[JsonObject] | None = Field(None, description="Functions that may be called.")
 

@@ -47,18 +47,16 @@ PromptField = Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_PROM
 class CompletionRequest(GenerationFields):
     """Text to go on with."""
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationFields.REFUSED | {
         "suffix": ("",),
-        "use_beam_search": (False,),
-        "logits_processors": ([],),
         "prompt_embeds": ([],),
     }
 
     prompt: PromptField
     max_tokens: int | None = Field(
         None,
-        description="16 if left out; 0 only with echo. Refused if the context cannot hold them "
-        "behind the prompt.",
+        description="16 if left out; 0 only with echo. What the context cannot hold behind the "
+        "prompt is cut.",
     )
     echo: bool | None = Field(None, description="Put the prompt in front of the text.")
     logprobs: int | None = Field(None, description="Most likely tokens to report.")
@@ -81,11 +79,6 @@ class CompletionRequest(GenerationFields):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise FieldError("best_of", f"best_of must be equal to n={self.n or 1}, or be left out")
         return self
-
-    @property
-    def asked_tokens(self) -> int | None:
-        """See `GenerationFields`."""
-        return self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:

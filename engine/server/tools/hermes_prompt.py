@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from engine.frontend.chat_template import text_of
 from engine.server.tools.definitions import Tool
 
 Message = dict[str, Any]
@@ -38,7 +39,7 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
     first = messages[0]
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}, *messages]
-    return [{**first, "content": f"{_text_of(first)}\n\n{text}"}, *messages[1:]]
+    return [{**first, "content": f"{text_of(first)}\n\n{text}"}, *messages[1:]]
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
@@ -55,13 +56,13 @@ def plain_messages(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         was_result, is_result = is_result, message["role"] == "tool"
         if is_result:
-            text = f"<tool_response>\n{_text_of(message)}\n</tool_response>"
+            text = f"<tool_response>\n{text_of(message)}\n</tool_response>"
             if was_result:
                 plain[-1]["content"] += f"\n{text}"
             else:
                 plain.append({"role": "user", "content": text})
         elif message.get("tool_calls"):
-            parts = [_text_of(message), *map(_call_text, message["tool_calls"])]
+            parts = [text_of(message), *map(_call_text, message["tool_calls"])]
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
             plain.append(kept | {"content": "\n".join(part for part in parts if part)})
         else:
@@ -73,10 +74,3 @@ def _call_text(call: dict[str, Any]) -> str:
     function = call.get("function", call)
     body = {"name": function.get("name"), "arguments": function.get("arguments") or {}}
     return f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>"
-
-
-def _text_of(message: Message) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content)
