@@ -4,7 +4,7 @@ Knows which positions exist and which tokens came before each. Does not build di
 `engine.types.logprobs` does that when somebody reads them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from engine.frontend.tokenizer import Tokenizer
@@ -22,6 +22,7 @@ class LogprobsProcessor:
         num_logprobs: how many most likely tokens to keep for each output token; 0 keeps only the
             sampled one, -1 all that the core sends, None nothing.
         num_prompt_logprobs: the same for prompt tokens.
+        prompt_token_ids: the prompt, whose characters its own tokens and the output go on with.
 
     Attributes:
         logprobs: one dictionary an output token; None if `num_logprobs` is None.
@@ -45,12 +46,13 @@ class LogprobsProcessor:
         tokenizer: Tokenizer | None,
         num_logprobs: int | None,
         num_prompt_logprobs: int | None,
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._num_logprobs = num_logprobs
         self._num_prompt_logprobs = num_prompt_logprobs
-        self._sample_context: tuple[int, ...] = ()
-        self._prompt_context: tuple[int, ...] = ()
+        self._sample_context = tuple(prompt_token_ids[-MAX_CONTEXT_TOKENS:])
+        self._prompt_context = tuple(prompt_token_ids[:1])  # which nothing predicts
         self.cumulative_logprob = None if num_logprobs is None else 0.0
         self.logprobs = None if num_logprobs is None else LazyLogprobs()
         self.prompt_logprobs = None if num_prompt_logprobs is None else LazyLogprobs([None])

@@ -63,7 +63,9 @@ class RequestState:
         self.parent = parent
         self.index = index
         self.detokenizer = IncrementalDetokenizer.create(tokenizer, params, prompt.token_ids)
-        self.logprobs = LogprobsProcessor(tokenizer, params.logprobs, params.prompt_logprobs)
+        self.logprobs = LogprobsProcessor(
+            tokenizer, params.logprobs, params.prompt_logprobs, prompt.token_ids
+        )
         self.num_cached_tokens = 0
         self.num_sent = 0
         self.last_token_ns = 0

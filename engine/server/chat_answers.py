@@ -153,9 +153,9 @@ class ChatWriter:
         """Events for an output."""
         events = b""
         for completion in output.outputs:
-            self.usage.completion_tokens += len(completion.token_ids)
             prefix = self._prefixes.get(completion.index)
             if prefix is not None and completion.finish_reason is None:
+                self.usage.completion_tokens += len(completion.token_ids)
                 if completion.text:
                     events += prefix + _encode(completion.text) + self._plain_tail
             else:
@@ -182,16 +182,22 @@ class ChatWriter:
                 self._prefixes[index] = (
                     self._plain_head + b'{"index":%d,"delta":{"content":' % index
                 )
+        self.usage.completion_tokens += len(completion.token_ids)
         pieces = parser.feed(completion.text) if completion.text else []
         if completion.finish_reason is not None:
             pieces += parser.finish()
-        deltas = merged_deltas(pieces)
-        extras = self._extras(completion)
-        if not deltas and not extras:
-            return events
+        of_tokens = self._of_tokens(completion)
+        deltas = merged_deltas(pieces) or ([{}] if of_tokens else [])
         for delta in deltas[:-1]:
             events += self._event(index, delta, {})
-        return events + self._event(index, deltas[-1] if deltas else {}, extras)
+        if deltas:
+            events += self._event(index, deltas[-1], of_tokens)
+        if completion.finish_reason is None:
+            return events
+        # By itself, as OpenAI's: clients leave their loop at it before they look at its delta.
+        reason = plan.output.finish_reason(completion.finish_reason, parser)
+        ending = {"finish_reason": reason, "stop_reason": completion.stop_reason}
+        return events + self._event(index, {}, ending)
 
     def _begin(self, index: int, output: RequestOutput) -> bytes:
         """The event that says whose message it is."""
@@ -201,19 +207,15 @@ class ChatWriter:
             events += self._event(index, {"content": self._plan.echo}, {})
         return events
 
-    def _extras(self, completion: CompletionOutput) -> dict[str, Any]:
-        """What the choice of an event has besides its delta."""
+    def _of_tokens(self, completion: CompletionOutput) -> dict[str, Any]:
+        """What the choice of an event says of its tokens, besides their text."""
         plan = self._plan
-        extras: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         if plan.num_top_logprobs is not None and completion.token_ids:
-            extras["logprobs"] = plan.logprobs(completion)
+            found["logprobs"] = plan.logprobs(completion)
         if plan.returns_token_ids and completion.token_ids:
-            extras["token_ids"] = list(completion.token_ids)
-        if completion.finish_reason is not None:
-            parser = self._parsers[completion.index]
-            extras["finish_reason"] = plan.output.finish_reason(completion.finish_reason, parser)
-            extras["stop_reason"] = completion.stop_reason
-        return extras
+            found["token_ids"] = list(completion.token_ids)
+        return found
 
     def _event(self, index: int, delta: dict[str, Any], extras: dict[str, Any]) -> bytes:
         return event(self._document(index, delta, extras))

@@ -34,22 +34,13 @@ _KIND = re.compile(r"(?:str|int|float|bool|dict|list)\b")
 CLIENT_LEFT_STATUS = 499
 """What is recorded for a client that left before its answer; it does not get it any more."""
 
-TYPE_OF_STATUS = {
-    400: "invalid_request_error",
+_TYPE_OF_STATUS = {
     401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    409: "invalid_request_error",
-    413: "invalid_request_error",
-    422: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
-    500: "server_error",
     503: "service_unavailable_error",
 }
-
+"""Types of errors that are neither `invalid_request_error`, as a 404 of OpenAI's is too, nor
+`server_error`."""
 
 _MAX_SHOWN = 256
 _CODE_OF_STATUS = {408: "request_timeout", 413: "request_too_large"}
@@ -88,7 +79,7 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": self.message,
-                "type": TYPE_OF_STATUS.get(
+                "type": _TYPE_OF_STATUS.get(
                     self.status, "server_error" if self.status >= 500 else "invalid_request_error"
                 ),
                 "param": self.param,

@@ -30,7 +30,7 @@ class TokenNames:
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         if entry is None:
-            return self._tokenizer.token_text(token_id)
+            return self._tokenizer.token_text_after((), token_id)
         return entry.decoded_token or ""
 
     def entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:

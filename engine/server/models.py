@@ -12,6 +12,7 @@ router = APIRouter()
 
 
 @router.get("/v1/models", response_model=ModelList)
+@router.get("/v1/models/", response_model=ModelList, include_in_schema=False)
 async def list_models(request: Request) -> dict[str, Any]:
     """All names under which the model is served."""
     state = server_of(request)

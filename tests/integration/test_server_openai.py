@@ -180,6 +180,14 @@ def test_echo_shows_the_prompt(client: openai.OpenAI, http: httpx.Client) -> Non
     assert scored.choices[0].text == PROMPTS[0]
     assert scored.usage is not None
     assert scored.usage.completion_tokens == 0
+    body = {"prompt": "首都", "max_tokens": 0, "echo": True, "logprobs": 0, "prompt_logprobs": 0}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    tokens = choice["logprobs"]["tokens"]
+    assert (len(tokens) > 3, "".join(tokens)) == (True, "首都")
+    told = [
+        entry["decoded_token"] for one in choice["prompt_logprobs"][1:] for entry in one.values()
+    ]
+    assert told == tokens[1:]
     ids = http.post("/tokenize", json={"prompt": PROMPTS[0]}).json()["tokens"]
     by_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=1, echo=True)
     assert by_ids.choices[0].text.startswith(PROMPTS[0])
@@ -367,14 +375,22 @@ def test_chat_takes_all_forms_of_messages(client: openai.OpenAI, http: httpx.Cli
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages: list[Any] = [
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "developer", "content": "Be kind."},
         {"role": "user", "name": "ann", "content": [{"type": "text", "text": "Hi"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "42"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm"},
+        {"role": "user", "content": "Go on."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "user", "content": "Please."},
     ]
     answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)
     assert answer.usage is not None
     tokens = http.post("/tokenize", json={"messages": messages}).json()
     assert answer.usage.prompt_tokens == tokens["count"]
+    text = http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>\n")
+    assert "<|im_start|>assistant\nNo.<|im_end|>\n" in text
 
 
 def test_final_message_is_continued(http: httpx.Client) -> None:
@@ -404,6 +420,12 @@ def test_forms_of_answers(client: openai.OpenAI) -> None:
     found = json.loads(answer.choices[0].message.content or "")
     assert found["colour"] in ("red", "blue")
     assert isinstance(found["count"], int)
+    read = ""
+    for chunk in client.chat.completions.create(response_format=wanted, stream=True, **options):
+        if chunk.choices[0].finish_reason:
+            break  # as many clients do, before they look at the delta
+        read += chunk.choices[0].delta.content or ""
+    assert read == answer.choices[0].message.content
     answer = client.chat.completions.create(
         response_format={"type": "json_object"}, logit_bias={"2": 5}, **options
     )

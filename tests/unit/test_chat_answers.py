@@ -132,6 +132,7 @@ def test_both_ways_tell_the_same_message(tokenizer: Tokenizer, text: str) -> Non
         outputs = [output(part) for part in parts[:-1]] + [output(parts[-1], reason="stop")]
         events = streamed(plan, *outputs)
         assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert events[-1]["choices"][0]["delta"] == {}  # which many clients do not look at
         message = message_of(events)
         told = choice["message"]
         assert message["role"] == told["role"] == "assistant"
@@ -166,8 +167,9 @@ def test_plain_and_full_events_have_one_form(tokenizer: Tokenizer) -> None:
     for counts in (False, True):
         plan = plan_of(tokenizer, include_usage=counts)
         outputs = [output("a"), output('b"\n🙂'), output("c", reason="length")]
-        begin, first, plain, last, *usage = streamed(plan, *outputs)
-        assert begin.keys() == first.keys() == plain.keys() == last.keys()
+        begin, first, plain, last, ending, *usage = streamed(plan, *outputs)
+        assert begin.keys() == first.keys() == plain.keys() == last.keys() == ending.keys()
+        assert last["choices"][0] == plain["choices"][0] | {"delta": {"content": "c"}}
         assert first["choices"][0] | {"delta": {"content": 'b"\n🙂'}} == plain["choices"][0]
         assert ("usage" in plain) is counts
         assert [one["usage"]["completion_tokens"] for one in usage] == [3] * counts
@@ -218,12 +220,20 @@ def test_logprobs_and_ids_are_told_with_their_tokens(tokenizer: Tokenizer) -> No
     plan = plan_of(
         tokenizer, num_top_logprobs=1, returns_token_ids=True, wants_prompt_logprobs=True
     )
-    outputs = [output("", ids=(40, 41), logprobs=True), output("ab", ids=(42,), logprobs=True)]
-    events = streamed(plan, *outputs, output("", ids=(), reason="length", logprobs=True))
     document = whole(plan, output("ab", ids=(40, 41, 42), reason="length", logprobs=True))
     (choice,) = document["choices"]
-    told = [one["choices"][0] for one in events]
-    assert [token_id for one in told for token_id in one.get("token_ids", [])] == [40, 41, 42]
+    for texts in (("", "ab"), ("a", "b"), ("ab", "")):  # the last token may be without text
+        parts = [(texts[0], (40, 41), None), (texts[1], (42,), "length")]
+        outputs = [output(t, ids=ids, reason=r, logprobs=True) for t, ids, r in parts]
+        events = streamed(plan, *outputs)
+        told = [one["choices"][0] for one in events]
+        assert [(one["delta"], one.get("token_ids")) for one in told] == [
+            ({"role": "assistant", "content": ""}, None),
+            ({"content": texts[0]} if texts[0] else {}, [40, 41]),
+            ({"content": texts[1]} if texts[1] else {}, [42]),
+            ({}, None),
+        ]
+        assert told[-1]["logprobs"] is None
     assert choice["token_ids"] == [40, 41, 42]
     entries = [entry for one in told for entry in (one["logprobs"] or {"content": []})["content"]]
     assert entries == choice["logprobs"]["content"]
@@ -241,8 +251,12 @@ def test_logprobs_and_ids_are_told_with_their_tokens(tokenizer: Tokenizer) -> No
 
 def test_counts_so_far_are_in_every_event(tokenizer: Tokenizer) -> None:
     plan = plan_of(tokenizer, include_usage=True, continuous_usage=True)
-    events = streamed(plan, output("a"), output("b"), output("", ids=(), reason="stop"))
-    assert [one["usage"]["completion_tokens"] for one in events] == [1, 1, 2, 2, 2]
+    outputs = [
+        *(output("a"), output("b", index=1, ids=(30, 31)), output("c")),
+        *(output("", index=1, ids=(), reason="stop"), output("d", reason="length")),
+    ]
+    events = streamed(plan, *outputs)
+    assert [one["usage"]["completion_tokens"] for one in events] == [0, 1, 1, 3, 4, 4, 5, 5, 5]
 
 
 def test_neighbours_become_one_delta() -> None:

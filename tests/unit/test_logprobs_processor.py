@@ -144,7 +144,7 @@ def test_characters_over_several_tokens(tokenizer: Tokenizer) -> None:
     """The token that completes a character has its text, so that all texts together are right."""
     text = "a👩‍👩‍👧 汉字"
     ids = tokenizer.encode(text)
-    processor = LogprobsProcessor(tokenizer, 1, 0)
+    processor = LogprobsProcessor(tokenizer, 1, 0, ids)
     for index, token_id in enumerate(ids):
         columns = np.array([[token_id, 100]], np.int32)
         lists = LogprobsLists(columns, np.zeros((1, 2), np.float32), np.ones(1, np.int32))
@@ -162,6 +162,26 @@ def test_characters_over_several_tokens(tokenizer: Tokenizer) -> None:
     assert prompt_pieces == pieces[1:]
     others = [position[100].decoded_token for position in processor.logprobs]
     assert all(other.endswith(tokenizer.token_text(100)) for other in others)
+
+
+def test_tokens_go_on_with_the_prompts_characters(tokenizer: Tokenizer) -> None:
+    """The prompt's own second token with its first, the output's first with the prompt's last."""
+    ids = tokenizer.encode("首")
+    assert len(ids) > 2
+    for cut in range(1, len(ids)):
+        processor = LogprobsProcessor(tokenizer, 0, 0, ids[:cut])
+        for update, part in (
+            (processor.update_prompt, ids[1:cut]),
+            (processor.update_sample, ids[cut:]),
+        ):
+            columns = np.array(part, np.int32).reshape(-1, 1)
+            logprobs, ranks = np.zeros(columns.shape, np.float32), np.ones(len(part), np.int32)
+            update(LogprobsLists(columns, logprobs, ranks))
+        assert processor.prompt_logprobs is not None
+        assert processor.logprobs is not None
+        positions = [*processor.prompt_logprobs[1:], *processor.logprobs]
+        texts = [entry.decoded_token for one in positions for entry in one.values()]
+        assert texts == [""] * (len(ids) - 2) + ["首"]
 
 
 def test_without_a_tokenizer() -> None:

@@ -15,7 +15,8 @@ from engine import AsyncLLM
 from engine.server.api_page import api_page
 from engine.server.app import make_app
 from engine.server.config import ServerConfig
-from engine.server.live.files import PUBLIC_PATHS
+from engine.server.live.files import FILES_ROUTE, PUBLIC_PATHS
+from engine.server.protocol.common import GenerationFields
 from engine.server.route_names import RouteNames
 from engine.server.state import ServerState
 
@@ -62,7 +63,10 @@ def ask(app: FastAPI, method: str, path: str) -> tuple[int, dict[str, str], byte
     return sent[0]["status"], headers, b"".join(one.get("body", b"") for one in sent[1:])
 
 
-PROBED = ("/health", "/ping", "/version", "/metrics", "/v1/models", "/v1/models/nobody")
+PROBED = (
+    *("/health", "/ping", "/version", "/metrics", "/load"),
+    *("/v1/models", "/v1/models/", "/v1/models/nobody"),
+)
 READ = (*PROBED, "/docs", "/server_info", "/debug/requests", "/openapi.json", *sorted(PUBLIC_PATHS))
 
 
@@ -115,6 +119,30 @@ def test_what_routes_share_is_in_one_place(app: FastAPI) -> None:
     assert set(app.state._state) == {"server"}
 
 
+def test_the_list_of_models_may_end_in_a_slash() -> None:
+    state = ServerState(AsyncLLM(), ServerConfig(served_model_name=("one", "team/two")))
+    app = make_app(state)
+    (status, _, listed), slashed = (ask(app, "GET", f"/v1/models{end}") for end in ("", "/"))
+    assert (status, slashed[0], slashed[2]) == (200, 200, listed)
+    assert [one["id"] for one in json.loads(listed)["data"]] == ["one", "team/two"]
+    assert json.loads(ask(app, "GET", "/v1/models/team/two")[2])["id"] == "team/two"
+
+
+@pytest.mark.parametrize("path", ["/v1/models/gpt-4", "/nothing", "/debug/requests/nobody"])
+def test_what_is_not_there_is_an_invalid_request(path: str, app: FastAPI) -> None:
+    status, _, body = ask(app, "GET", path)
+    assert (status, json.loads(body)["error"]["type"]) == (404, "invalid_request_error")
+
+
+def test_one_server_alone_says_its_own_load(app: FastAPI) -> None:
+    scope = {"type": "http", "path": "/v1/completions", "headers": [], "client": None}
+    observation = app.state.server.observation
+    exchange = observation.begin(scope | {"method": "POST"})
+    assert json.loads(ask(app, "GET", "/load")[2]) == {"server_load": 1}
+    observation.end(exchange, None)
+    assert json.loads(ask(app, "GET", "/load")[2]) == {"server_load": 0}
+
+
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "GET"])
 def test_a_path_that_is_not_there_stays_so(method: str, app: FastAPI) -> None:
     assert ask(app, method, "/nothing")[0] == 404
@@ -160,6 +188,16 @@ def test_they_are_counted_under_their_own_names(app: FastAPI) -> None:
     assert counted >= {("HEAD", "200"), ("OPTIONS", "204"), ("other", "405")}
 
 
+def test_the_files_of_the_page_are_one_route(app: FastAPI) -> None:
+    answers = {path: ask(app, "GET", path) for path in PUBLIC_PATHS}
+    assert {status for status, _, _ in answers.values()} == {200}
+    assert answers["/favicon.ico"][1]["content-type"] == "image/svg+xml"
+    assert ask(app, "GET", "/live/page.html")[0] == 404
+    series = app.state.server.observation.metrics.snapshot()
+    counted = {one.labels.get("route", "") for one in series}
+    assert {one for one in counted if one.startswith("/live")} <= {FILES_ROUTE, "/live/events"}
+
+
 # -- the page about them ---------------------------------------------------------------------------
 
 
@@ -178,6 +216,11 @@ def test_the_page_of_the_api_has_every_route_and_field(app: FastAPI) -> None:
     links = set(re.findall(r'href="#([^"]+)"', page))
     assert len(links) > 30
     assert links <= anchors, "a link to nowhere"
+    for name in ("ChatCompletionRequest", "CompletionRequest"):
+        for field, schema in description["components"]["schemas"][name]["properties"].items():
+            if field in GenerationFields.model_fields and not schema.get("deprecated"):
+                assert "description" in schema or "$ref" in str(schema), field
+    assert re.findall('rel="icon" href="([^"]+)"', page) == ["favicon.ico"]
     assert "<script" not in page
     (style,) = re.findall(r"<style>(.*)</style>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()

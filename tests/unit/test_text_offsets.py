@@ -1,20 +1,23 @@
 """`text_offset` against the answered text itself: characters over several tokens, echo, names."""
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from engine.checkpoint.locate import resolve_model
 from engine.frontend.detokenizer import IncrementalDetokenizer
+from engine.frontend.logprobs import LogprobsProcessor
 from engine.frontend.tokenizer import Tokenizer, get_tokenizer
 from engine.server.completion_answers import CompletionCollector, CompletionPlan, CompletionWriter
 from engine.server.text_offsets import TextOffsets, offsets_in_prompt
-from engine.types.logprobs import Logprob
+from engine.types.logprobs import Logprob, LogprobsLists
 from engine.types.outputs import CompletionOutput, RequestOutput
 from engine.types.sampling import SamplingParams
 
@@ -249,3 +252,40 @@ def test_answers_have_offsets_in_their_own_text(
     assert "".join(one["text"] for one in streamed) == text
     for name in ("text_offset", "tokens"):
         assert [item for one in streamed for item in one["logprobs"][name]] == logprobs[name]
+
+
+@pytest.mark.parametrize("kind", ["no begin token", "begin token", "spelled"])
+def test_texts_of_an_echo_are_the_text(smollm: Tokenizer, spelled: Tokenizer, kind: str) -> None:
+    """Of random characters, most of them over several tokens, from the first one on."""
+    tokenizer, begin = (spelled if kind == "spelled" else smollm), kind != "no begin token"
+    rng = random.Random(9)
+    plan = plan_of(tokenizer, drops_output=True)
+    for number in range(100):
+        text = "首都" if number == 0 else random_text(rng, rng.randint(1, 12))
+        ids = tokenizer.encode(text)
+        if kind == "begin token":
+            ids = [1, *ids]
+        processor = LogprobsProcessor(tokenizer, None, 0, ids)
+        cut = rng.randint(1, len(ids))  # the core computes prompts in chunks
+        for chunk in (ids[1:cut], ids[cut:]):
+            columns = np.array(chunk, np.int32).reshape(-1, 1)
+            logprobs = np.zeros(columns.shape, np.float32)
+            processor.update_prompt(LogprobsLists(columns, logprobs, np.ones(len(chunk), np.int32)))
+        collector = CompletionCollector(plan, 1)
+        dropped = [CompletionOutput(0, "x", [30], finish_reason="length")]
+        collector.add(0, RequestOutput("r", text, ids, dropped, True, processor.prompt_logprobs))
+        (choice,) = collector.document()["choices"]
+        assert choice["text"] == text
+        tokens = choice["logprobs"]["tokens"]
+        shown = tokens[begin:]
+        if kind == "spelled":  # which the tokenizer has put in front
+            shown[0] = shown[0].removeprefix(" ")
+        assert "".join(shown) == text
+        ends = list(itertools.accumulate(map(len, shown), initial=0))
+        assert choice["logprobs"]["text_offset"] == [0] * begin + ends[:-1]
+
+
+def random_text(rng: random.Random, num_characters: int) -> str:
+    """Characters of one to four bytes."""
+    planes = [(0x20, 0x7F), (0xA1, 0x800), (0x3041, 0x9FFF), (0x1F300, 0x1FAFF), (0x10000, 0x10FFF)]
+    return "".join(chr(rng.randrange(*rng.choice(planes))) for _ in range(num_characters))
