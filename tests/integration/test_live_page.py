@@ -33,6 +33,23 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 EVIL = "<img src=x onerror=window.pwned=1>"
 EVIL_ID = "<b>&lt;script>window.pwned=1"
 WORDS = ("mica", "splits", "into", "sheets", "so", "thin", "that", "light", "passes", "through")
+WITHOUT_STATISTICS = """\
+const ask = window.fetch;
+window.fetch = async (...of) => {
+  const answer = await ask(...of);
+  if (!String(of[0]).endsWith("live/events")) return answer;
+  const told = answer.body
+    .pipeThrough(new TextDecoderStream())
+    .pipeThrough(new TransformStream({
+      transform(text, out) {
+        out.enqueue(text.replace('"has_statistics":true', '"has_statistics":false'));
+      },
+    }))
+    .pipeThrough(new TextEncoderStream());
+  return new Response(told, { status: answer.status, headers: answer.headers });
+};
+"""
+"""Lets a page hear from any server what one with `--disable-log-stats` tells."""
 
 
 @pytest.fixture(scope="module")
@@ -337,9 +354,12 @@ def test_the_page_comes_back_after_a_restart(
     in_browser(run)
 
 
-def test_the_page_asks_for_a_key_and_keeps_it(model_flags: tuple[str, ...]) -> None:
+def test_the_page_asks_for_a_key_keeps_it_and_knows_of_a_recording_whoever_began_it(
+    model_flags: tuple[str, ...], tmp_path: Path
+) -> None:
     async def run(new_tab: Callable[[], Awaitable[Tab]]) -> None:
-        with ServerProcess(*model_flags, "--api-key=a-key") as server:
+        flags = ("--api-key=a-key", f"--trace-dir={tmp_path}")
+        with ServerProcess(*model_flags, *flags) as server:
             tab = await new_tab()
             await tab.open(f"{server.url}/")
             await tab.until("window.isinglass?.state.connection === 'key'")
@@ -355,8 +375,34 @@ def test_the_page_asks_for_a_key_and_keeps_it(model_flags: tuple[str, ...]) -> N
             await tab.until("window.isinglass?.state.connection === 'live'")
             assert await tab.evaluate("document.querySelector('#key-form').hidden")
             assert "a-key" not in "".join(tab.requested())
+            tab.events.clear()  # that it was refused, it had to say
+            await _knows_of_a_recording(tab, server, tmp_path)
+            assert tab.complaints() == []
 
     in_browser(run)
+
+
+async def _knows_of_a_recording(tab: Tab, server: ServerProcess, folder: Path) -> None:
+    button, note = (f"document.querySelector('#trace{part}')" for part in ("", "-note"))
+    for number in (1, 2):
+        await tab.until(f"{button}.textContent === 'Stop trace'")
+        assert f"recording into {folder}" in await tab.evaluate(f"{note}.title")
+        run_name = (await tab.evaluate("isinglass.model.recording")).rpartition("/")[2]
+        assert await tab.evaluate(f"{note}.textContent") == f"recording into {run_name}"
+        await tab.evaluate(f"{button}.click()")
+        await tab.until(f"{button}.textContent === 'Record trace'")
+        await tab.until(f"{note}.title.startsWith('recorded in {folder}')")
+        if number == 1:
+            await tab.evaluate(f"{button}.click()")
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": "Bearer a-key"}) as session,
+        session.post(f"{server.url}/start_trace") as answer,
+    ):
+        run_dir = (await answer.json())["run_dir"]
+    await tab.until(f"{note}.title === 'recording into {run_dir}'")
+    await tab.resize(400, 800)
+    assert await tab.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert await tab.evaluate(f"{button}.getBoundingClientRect().height") < 34  # one line
 
 
 def test_the_page_says_that_the_engine_has_died(model_flags: tuple[str, ...]) -> None:
@@ -370,6 +416,8 @@ def test_the_page_says_that_the_engine_has_died(model_flags: tuple[str, ...]) ->
             await tab.until("isinglass.state.connection === 'ended'")
             notice = await tab.evaluate("document.querySelector('#notice').textContent")
             assert "engine is gone" in notice
+            assert ".." not in notice
+            assert await tab.evaluate("document.querySelector('#trace').hidden")
             # A page that is opened now says the same.
             late = await new_tab()
             await late.open(f"{server.url}/")
@@ -378,57 +426,30 @@ def test_the_page_says_that_the_engine_has_died(model_flags: tuple[str, ...]) ->
     in_browser(run)
 
 
-def test_the_page_says_of_whom_nothing_is_heard(server: ServerProcess) -> None:
+def test_the_page_says_of_whom_nothing_is_heard_and_why_it_is_empty(server: ServerProcess) -> None:
     async def run(new_tab: Callable[[], Awaitable[Tab]]) -> None:
         tab = await new_tab()
         await tab.open(f"{server.url}/")
         await tab.until("window.isinglass?.state.connection === 'live'")
+        gap = "import('/live/lanes.js').then(one => one.widestGap(%s))"
+        for given, gap_found in (
+            ("5, 95, []", [5, 95]),
+            ("5, 95, [[0, 20], [30, 40], [90, 99]]", [40, 90]),
+            ("5, 95, [[20, 90]]", [5, 20]),
+            ("5, 95, [[1, 99]]", [5, 5]),
+        ):
+            assert await tab.evaluate(gap % given) == gap_found
         note = "document.querySelector('#lanes-note').textContent"
         for silent, words in (("2", "frontend 2,"), ("2, 4", "frontends 2, 4,"), ("", None)):
             told = f"{{kind: 'delta', now: isinglass.model.now, silent: [{silent}]}}"
             await tab.evaluate(f"isinglass.model.apply({told})")
             heard = f"!{note}.includes('nothing is heard')"
             await tab.until(f"{note}.includes('requests of {words}')" if words else heard)
-
-    in_browser(run)
-
-
-def test_the_page_knows_of_a_recording_whoever_began_it(
-    model_flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    async def run(new_tab: Callable[[], Awaitable[Tab]]) -> None:
-        with ServerProcess(*model_flags, f"--trace-dir={tmp_path}") as server:
-            tab = await new_tab()
-            await tab.open(f"{server.url}/")
-            await tab.until("window.isinglass?.state.connection === 'live'")
-            button, note = (f"document.querySelector('#trace{part}')" for part in ("", "-note"))
-            for number in (1, 2):
-                await tab.until(f"{button}.textContent === 'Stop trace'")
-                assert f"recording into {tmp_path}" in await tab.evaluate(f"{note}.title")
-                await tab.evaluate(f"{button}.click()")
-                await tab.until(f"{button}.textContent === 'Record trace'")
-                await tab.until(f"{note}.title.startsWith('recorded in {tmp_path}')")
-                if number == 1:
-                    await tab.evaluate(f"{button}.click()")
-            async with aiohttp.ClientSession() as session:
-                async with session.post(f"{server.url}/start_trace") as answer:
-                    run_dir = (await answer.json())["run_dir"]
-                await tab.until(f"{note}.title === 'recording into {run_dir}'")
-                await tab.resize(400, 800)
-                overflow = "document.documentElement.scrollWidth - innerWidth"
-                assert await tab.evaluate(overflow) <= 0
-            assert tab.complaints() == []
-
-    in_browser(run)
-
-
-def test_the_page_says_why_it_is_empty(model_flags: tuple[str, ...]) -> None:
-    async def run(new_tab: Callable[[], Awaitable[Tab]]) -> None:
-        with ServerProcess(*model_flags, "--disable-log-stats") as server:
-            tab = await new_tab()
-            await tab.open(f"{server.url}/")
-            await tab.until("window.isinglass?.state.connection === 'live'")
-            notice = await tab.evaluate("document.querySelector('#notice').textContent")
-            assert "--disable-log-stats" in notice
+        notice = "document.querySelector('#notice')"
+        assert await tab.evaluate(f"{notice}.hidden")
+        await tab.call("Page.addScriptToEvaluateOnNewDocument", source=WITHOUT_STATISTICS)
+        await tab.call("Page.reload")
+        await tab.until(f"{notice}?.textContent.includes('--disable-log-stats')")
+        assert not await tab.evaluate(f"{notice}.hidden")
 
     in_browser(run)

@@ -41,25 +41,24 @@ THINKER = (
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    """One of the embedded model."""
-    with ServerProcess("--warm-up-structured-outputs") as running:
-        yield running
+def client(embedded_server: ServerProcess) -> OpenAI:
+    """Of the embedded model's server."""
+    return OpenAI(base_url=f"{embedded_server.url}/v1", api_key="-", max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> OpenAI:
-    """Of that server."""
-    return OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """Of one whose template opens the reasoning."""
+def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One whose template opens the reasoning."""
     template: Path = tmp_path_factory.mktemp("template") / "thinker.jinja"
     template.write_text(THINKER)
-    with ServerProcess("--chat-template", str(template)) as server:
-        yield OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+    with ServerProcess("--chat-template", str(template), "--warm-up-structured-outputs") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def thinker(thinking_server: ServerProcess) -> OpenAI:
+    """Of that server."""
+    return OpenAI(base_url=f"{thinking_server.url}/v1", api_key="-", max_retries=0)
 
 
 def command_lines(session_id: int) -> Iterator[bytes]:
@@ -72,9 +71,12 @@ def command_lines(session_id: int) -> Iterator[bytes]:
             continue  # it has just ended, or is somebody else's
 
 
-def test_grammars_are_got_ready_for_before_anybody_asks_for_one(server: ServerProcess) -> None:
+def test_grammars_are_got_ready_for_before_anybody_asks_for_one(
+    thinking_server: ServerProcess,
+) -> None:
     deadline_s = time.monotonic() + 30
-    while not any(b"grammar_process" in line for line in command_lines(server.process.pid)):
+    session_id = thinking_server.process.pid
+    while not any(b"grammar_process" in line for line in command_lines(session_id)):
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
 
