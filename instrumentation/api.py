@@ -150,6 +150,12 @@ class Instrument:
         """End the journal; False if none is being written."""
         return False
 
+    @property
+    def early_end(self) -> str:
+        """Why the recording that `stop_recording` was last asked to end had ended before; empty if
+        it had not."""
+        return ""
+
     def dump_flight(self, reason: FlightReason, detail: str = "") -> str | None:
         """Write the last steps to a file and return its path; None where there is no recorder."""
         return None

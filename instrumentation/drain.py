@@ -28,12 +28,13 @@ _MAX_ANNOUNCEMENTS = 256
 class _Attached:
     """A sink, and how many threads it has been told of."""
 
-    __slots__ = ("name", "num_threads_told", "sink")
+    __slots__ = ("error", "name", "num_threads_told", "sink")
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.name = sink.name
         self.num_threads_told = 0
+        self.error: Exception | None = None
 
 
 class Drain:
@@ -55,6 +56,7 @@ class Drain:
         self.processor_ns = 0
         self.throttle: Throttle | None = None
         self.on_change: Callable[[], None] = _nothing
+        self.detached_error: Exception | None = None
         self._sinks: list[_Attached] = []
         self._lost: list[_Attached] = []
         self._watches: list[Callable[[], None]] = []
@@ -110,8 +112,9 @@ class Drain:
     def detach(self, sink: Sink, timeout_s: float) -> bool:
         """Flush a sink, close it and let it go; False if it was not attached or sinks are stuck.
 
-        A lost one is no longer missed either.
+        A lost one is no longer missed either. `detached_error` is what it had raised, if anything.
         """
+        known = [one for one in (*self._sinks, *self._lost) if one.sink is sink]
         found = [one for one in self._sinks if one.sink is sink]
         is_free = bool(found) and self._lock.acquire(timeout=timeout_s)
         if is_free:
@@ -125,6 +128,7 @@ class Drain:
             self._remove(one)
         for one in [one for one in self._lost if one.sink is sink]:
             self._lost.remove(one)
+        self.detached_error = next((one.error for one in known if one.error is not None), None)
         self.on_change()
         return is_free
 
@@ -230,6 +234,7 @@ class Drain:
         try:
             getattr(attached.sink, method)(*arguments)
         except Exception as error:
+            attached.error = error
             if attached in self._sinks:  # else it was let go while it was stuck
                 self._lost.append(attached)
             self._remove(attached)

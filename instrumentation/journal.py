@@ -46,7 +46,11 @@ class JournalWriter:
         self._buffer = bytearray(MAGIC)
         self._num_bytes_flushed = 0
         self._flushed_ns = time.monotonic_ns()
-        self.flush()
+        try:
+            self.flush()
+        except OSError:
+            self.discard()
+            raise
 
     @property
     def num_bytes(self) -> int:
@@ -90,6 +94,13 @@ class JournalWriter:
         finally:
             os.close(self._fd)
             self._fd = -1
+
+    def discard(self) -> None:
+        """Close the file and remove it: nothing of use is in it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self.path.unlink(missing_ok=True)
 
 
 def open_numbered(folder: Path, stem: str) -> JournalWriter:

@@ -253,11 +253,22 @@ class LiveInstrument(Instrument):
         process = self._process
         with process.lock:
             journal, process.journal = process.journal, None
+        process.early_end = ""
         if journal is None or process.drain is None:
             return False
         if process.recorder is not None:
             process.recorder.run_dir = None
-        return process.drain.detach(journal, _CLOSE_TIMEOUT_S)
+        if journal.is_ended:
+            process.early_end = "it had reached trace_max_bytes"
+        was_recording = process.drain.detach(journal, _CLOSE_TIMEOUT_S)
+        if process.drain.detached_error is not None:
+            process.early_end = f"it could not be written: {process.drain.detached_error}"
+        return was_recording
+
+    @property
+    def early_end(self) -> str:
+        """What the process's main instrument has found at the end."""
+        return self._process.early_end
 
     def dump_flight(self, reason: FlightReason, detail: str = "") -> str | None:
         """Write the last steps to a file and return its path; None where that cannot be done."""

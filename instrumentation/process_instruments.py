@@ -44,6 +44,7 @@ class ProcessInstruments:
         self.recorder = recorder
         self.make_journal = make_journal
         self.journal: JournalSink | None = None
+        self.early_end = ""
         self.errors = drain.errors if drain is not None else TelemetryErrors()
         self.instruments: list[LiveInstrument] = []
         self.io_spans: list[LooseSpan] = []

@@ -5,6 +5,7 @@ by a thread of this process, since torch cannot hand its events over; the parts 
 another process, since that would hold the interpreter's lock for long.
 """
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -29,6 +30,8 @@ from instrumentation.profile_files import (
 )
 
 _MAX_PROFILES_OF_A_PROCESS = 10_000
+_MORE_BYTES = 1 << 16
+"""What does not fit behind a file that was cut off for want of room."""
 
 
 class UnsavedPart(NamedTuple):
@@ -81,7 +84,8 @@ class ProfileWriter:
         parts = self._manifest.parts
         name = f"part-{len(parts):05d}.json"
         part.results.export_chrome_trace(str(self._folder / name))
-        # torch does not tell when it could not write.
+        if not (self._folder / name).is_file():
+            raise ProfileError(f"{self._folder / name} could not be written{self._why(name)}")
         self.num_bytes += (self._folder / name).stat().st_size
         parts.append(ProfilePart(file=name, anchors=part.anchors, num_steps=part.num_steps))
         self._manifest.end_ns = time.monotonic_ns()
@@ -89,6 +93,19 @@ class ProfileWriter:
         manifest = msgspec.json.encode(self._manifest)
         (self._folder / MANIFEST_NAME).write_bytes(manifest)
         self.num_saved_steps += part.num_steps
+
+    def _why(self, name: str) -> str:
+        """What the system has against a part's file, which torch does not tell; frees its room."""
+        begun = self._folder / f"{name}.tmp"  # by torch, which renames it once it is whole
+        try:
+            with begun.open("ab") as file:
+                file.write(bytes(_MORE_BYTES))
+        except OSError as error:
+            return f": {error.strerror}"
+        finally:
+            with contextlib.suppress(OSError):
+                begun.unlink(missing_ok=True)
+        return ""
 
     def _put_together(self) -> None:
         done = subprocess.run(  # noqa: S603 - our own program

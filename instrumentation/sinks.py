@@ -147,13 +147,17 @@ class JournalSink:
         ending = "" if self._segment_ns is None else _part(self._number)
         writer = JournalWriter(self._folder / f"{self._stem}{ending}{SUFFIX}")
         self._number += 1
-        writer.write(self._header)
-        self._write_anchor(writer)
-        for thread, started in self._threads.items():
-            writer.write(started, thread=thread)
-        for thread, arrived in self._open_requests.values():
-            writer.write(arrived, thread=thread)
-        writer.flush()
+        try:
+            writer.write(self._header)
+            self._write_anchor(writer)
+            for thread, started in self._threads.items():
+                writer.write(started, thread=thread)
+            for thread, arrived in self._open_requests.values():
+                writer.write(arrived, thread=thread)
+            writer.flush()
+        except OSError:
+            writer.discard()
+            raise
         self._began_ns = time.monotonic_ns()
         self._begin_bytes = writer.num_bytes
         self._segments.append(writer.path)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
 
-from instrumentation.labels import StepLabel, format_step_label, step_kind
+from instrumentation.labels import format_step_label, step_kind
 from instrumentation.names import ThreadName
 from instrumentation.request_records import RequestTimeline
 from instrumentation.step_records import StepRecord
 from traces.beginning import cut_at_beginning
 from traces.journal_reader import Run, read_run
 from traces.lanes import Slice
+from traces.picture_texts import duration_text, fitting, step_texts
 from traces.picture_window import CALLOUTS, LEFT, RIGHT, Window, pick, pick_called_out, ticks
 from traces.request_slices import DECODE, DELIVERY, PREEMPTED, PREFILL, QUEUED, request_slices
 from traces.requests import request_timelines
@@ -136,17 +137,23 @@ class _Picture:
             )
         self._y += 20
 
-    def _ground(self, name: str, height: float, *, gap: float, size: float = 11.5) -> float:
+    def _ground(
+        self, name: str, height: float, *, gap: float, size: float = 11.5, note: str = ""
+    ) -> float:
         """Name a track and lay its ground; returns where it begins, and moves on below it."""
         y = self._y
-        self._svg.rect(LEFT, y, RIGHT - LEFT, height, fill="#f8f9fb")
+        self._svg.rect(LEFT, y, RIGHT - LEFT, height, fill="#f8f9fb", tip=name)
         for time_ns in ticks(self._window):
             x = self._window.x(time_ns)
             self._svg.path([(x, y), (x, y + height)], stroke=_LIGHT_GREY)
+        name_y = y + height / 2 + size * 0.35
+        if note:
+            name_y -= 6
+            self._svg.text(_NAMES_X, name_y + 12, note, size=10, anchor="end", fill=_GREY)
         self._svg.text(
             _NAMES_X,
-            y + height / 2 + size * 0.35,
-            name,
+            name_y,
+            fitting(name, size, _NAMES_X - 6),
             size=size,
             anchor="end",
             weight=600 if size > 11 else 400,
@@ -220,11 +227,11 @@ class _Picture:
                 kind = step_kind(step.label)
                 self._names_seen.add(kind)
                 fill = _KIND_COLOURS[kind]
-                texts = _step_texts(step.label)
+                texts = step_texts(step.label)
                 self._slice(piece, y, height, fill=fill, kind="step", texts=texts)
 
     def _draw_requests(self) -> None:
-        timelines = pick(request_timelines(self._run), self._window)
+        timelines, num_others = pick(request_timelines(self._run), self._window)
         called_out = pick_called_out(timelines, self._window)
         height = 13
         for timeline in timelines:
@@ -238,12 +245,17 @@ class _Picture:
             self._draw_end(timeline, y, height)
             if timeline is called_out:
                 self._draw_callouts(timeline, y + height)
+        if num_others:
+            text = f"and {num_others:,} more requests, which the Perfetto file has"
+            self._svg.text(LEFT, self._y + 10, text, size=10, fill=_GREY)
+            self._y += 14
         self._y += 8
 
     def _draw_end(self, timeline: RequestTimeline, y: float, height: float) -> None:
         """Say how a request ended, behind its end where there is room, else before it."""
         end_ns = max(timeline.end_ns, timeline.delivered_ns)
-        text = f"{timeline.finish_reason}, {timeline.num_generation_tokens} tokens"
+        num_tokens = timeline.num_generation_tokens
+        text = f"{timeline.finish_reason}, {num_tokens} token{'s' * (num_tokens != 1)}"
         x = self._window.x(end_ns) + 6
         if end_ns >= self._window.end_ns:
             return
@@ -253,8 +265,11 @@ class _Picture:
             self._svg.text(x - 14, y + height / 2 + 3.5, text, size=10, fill="#fff", anchor="end")
 
     def _draw_callouts(self, timeline: RequestTimeline, y: float) -> None:
-        """Name the parts of a request's life, with an arrow from each name to its slice."""
-        free_x = 0.0
+        """Name the parts of a request's life, with an arrow from each name to its slice.
+
+        A text that would meet the arrow to its right stands below that one's, whose arrow is then
+        the shorter: no line crosses a text.
+        """
         intervals_ns = {
             QUEUED: timeline.queue_ns,
             PREFILL: timeline.prefill_ns,
@@ -267,20 +282,22 @@ class _Picture:
             )
             for name in CALLOUTS
         }
-        for name, (title, help_text) in CALLOUTS.items():
-            begin_x = self._window.x(pieces[name].begin_ns)
-            end_x = self._window.x(pieces[name].end_ns)
-            x = max((begin_x + end_x) / 2 + 10, free_x)
-            # Straight below its slice where that reaches so far, else around a corner.
-            arrow_x = x - 10 if x - 10 < end_x - 2 else (begin_x + end_x) / 2
-            self._svg.path([(x - 4, y + 17), (arrow_x, y + 17), (arrow_x, y + 3)], stroke="#2b303b")
+        next_x, level, deepest = float(WIDTH), 0, 0
+        for name, (title, help_text) in reversed(CALLOUTS.items()):
+            arrow_x = self._window.callout_x(pieces[name])
+            heading = f"{title} {duration_text(intervals_ns[name])}"
+            x = arrow_x + 10
+            width = max(text_width(heading, 11.5, weight=600), text_width(help_text, 10.5))
+            level = level + 1 if x + width > next_x - 6 else 0
+            below = y + 32 * level
+            corner = [(x - 4, below + 17), (arrow_x, below + 17), (arrow_x, y + 3)]
+            self._svg.path(corner, stroke="#2b303b")
             tip = [(arrow_x - 3, y + 6.5), (arrow_x, y + 0.5), (arrow_x + 3, y + 6.5)]
             self._svg.path(tip, fill="#2b303b", kind="arrow")
-            heading = f"{title} {_duration(intervals_ns[name])}"
-            self._svg.text(x, y + 21, heading, size=11.5, weight=600)
-            self._svg.text(x, y + 34, help_text, size=10.5, fill=_GREY)
-            free_x = x + max(text_width(heading, 12.5), text_width(help_text, 10.5)) + 12
-        self._y += 38
+            self._svg.text(x, below + 21, heading, size=11.5, weight=600)
+            self._svg.text(x, below + 34, help_text, size=10.5, fill=_GREY)
+            next_x, deepest = arrow_x, max(deepest, level)
+        self._y += 38 + 32 * deepest
 
     def _draw_counter(self, name: str, colour: str, value_of: Callable[[StepRecord], int]) -> None:
         """Draw a counter as an area; it holds from one step's begin to the next one's."""
@@ -292,7 +309,7 @@ class _Picture:
             pair for pair in values if self._window.begin_ns < pair[0] < self._window.end_ns
         ]
         peak = max(value for _, value in shown)
-        y = self._ground(name, height, gap=6, size=10.5)
+        y = self._ground(name, height, gap=6, size=10.5, note=f"at most {peak:,}")
         base = y + height
         points = [(self._window.x(shown[0][0]), base)]
         for time_ns, value in shown:
@@ -303,7 +320,6 @@ class _Picture:
         points.append((self._window.x(last_ns), points[-1][1]))
         self._svg.path([*points, (points[-1][0], base)], fill=f"{colour}40", kind="counter")
         self._svg.path(points[1:], stroke=colour, width=1.3)
-        self._svg.text(LEFT + 24, base - 6, f"at most {peak:,}", size=10, fill=_GREY)
 
     def _draw_legend(self) -> None:
         self._y += 6
@@ -332,14 +348,3 @@ class _Picture:
             self._svg.text(x + 14, self._y + 9, name, size=10)
             x += width
         self._y += 17
-
-
-def _step_texts(label: StepLabel) -> tuple[str, ...]:
-    """What may be written on a step, the longest first."""
-    num_requests = label.num_context_requests + label.num_generation_requests
-    text = format_step_label(label)
-    return text, text.removeprefix("execute_"), str(num_requests)
-
-
-def _duration(duration_ns: int) -> str:
-    return f"{duration_ns / 1e9:.2f} s" if duration_ns >= 1e9 else f"{duration_ns / 1e6:.0f} ms"

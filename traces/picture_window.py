@@ -15,6 +15,7 @@ LEFT, RIGHT = 112, 984
 """The plot's edges in pixels."""
 MAX_REQUESTS = 8
 _MIN_CALLED_OUT = 3
+_CALLOUT_WIDTH = 150
 CALLOUTS = {
     QUEUED: ("queue", "waits for its first step"),
     PREFILL: ("prefill", "its prompt is computed"),
@@ -45,6 +46,12 @@ class Window:
         """How wide what shows of a slice is."""
         return self.x(piece.end_ns) - self.x(piece.begin_ns)
 
+    def callout_x(self, piece: Slice) -> float:
+        """Where an arrow to a slice points: to its middle, or before it where the page ends too
+        soon behind that for what is written at its other end."""
+        middle_x = self.x((max(piece.begin_ns, self.begin_ns) + min(piece.end_ns, self.end_ns)) / 2)
+        return min(middle_x, RIGHT - _CALLOUT_WIDTH)
+
     def seconds(self, time_ns: int) -> float:
         """An instant on the scale."""
         return (time_ns - self.zero_ns) * 1e-9
@@ -67,15 +74,20 @@ def ticks(window: Window) -> list[int]:
     return instants
 
 
-def pick(timelines: Sequence[RequestTimeline], window: Window) -> list[RequestTimeline]:
-    """A few of the requests that show, by arrival: first of all those that end in the window."""
+def pick(timelines: Sequence[RequestTimeline], window: Window) -> tuple[list[RequestTimeline], int]:
+    """A few of the requests that show, by arrival: first of all those that end in the window.
+
+    Returns:
+        Them, and how many others show.
+    """
     showing = [
         one
         for one in timelines
         if window.holds(one.arrival_ns, max(one.end_ns, one.delivered_ns, one.arrival_ns + 1))
     ]
     ending_first = sorted(showing, key=lambda one: (one.end_ns > window.end_ns, one.arrival_ns))
-    return sorted(ending_first[:MAX_REQUESTS], key=lambda one: (one.arrival_ns, one.request_num))
+    picked = sorted(ending_first[:MAX_REQUESTS], key=lambda one: (one.arrival_ns, one.request_num))
+    return picked, len(showing) - len(picked)
 
 
 def pick_called_out(timelines: Sequence[RequestTimeline], window: Window) -> RequestTimeline | None:
@@ -86,6 +98,7 @@ def pick_called_out(timelines: Sequence[RequestTimeline], window: Window) -> Req
             for piece in request_slices(timeline)
             if window.holds(piece.begin_ns, piece.end_ns)
             and window.shown_width(piece) >= _MIN_CALLED_OUT
+            and window.callout_x(piece) > window.x(piece.begin_ns)
         }
         if shown >= CALLOUTS.keys():
             return timeline

@@ -76,6 +76,11 @@ class AsyncViews:
         """See `LLM.stop_trace`."""
         return await asyncio.to_thread(self._views.stop_trace)
 
+    @property
+    def early_end(self) -> str:
+        """Which parts of the recording that was stopped last had ended before that, and why."""
+        return self._views.llm_engine.controls.early_end
+
     async def join_recording(self, run_dir: str) -> bool:
         """Record this process's part of what another frontend over the same core has begun to
         record; False if nothing can be recorded here, or something is already.

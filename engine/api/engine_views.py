@@ -112,6 +112,8 @@ class EngineViews:
     def stop_trace(self) -> str | None:
         """End the recording; returns the folder of the run, None if nothing was being recorded.
 
+        One that had ended by itself, at trace_max_bytes or on a full disk, is returned once too.
+
         Raises:
             EngineDeadError: the core has died; what was recorded until then is there.
         """

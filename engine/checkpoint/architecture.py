@@ -13,6 +13,13 @@ from typing import Any
 
 from engine.checkpoint.gguf import GGUFFile
 from engine.checkpoint.locate import ModelSource
+from engine.checkpoint.value_kinds import (
+    MAX_DIMENSION,
+    MAX_LAYERS,
+    check_kinds,
+    check_rope,
+    check_rope_theta,
+)
 from engine.errors import CheckpointError, UnsupportedModelError
 
 GENERATION_DEFAULT_KEYS = (
@@ -81,9 +88,12 @@ def read_model_config(source: ModelSource) -> ModelConfig:
         from engine.checkpoint.gguf_architecture import gguf_model_config
 
         return gguf_model_config(GGUFFile(source.path))
-    raw = read_json(source.path / "config.json")
+    path = source.path / "config.json"
+    raw = read_json(path)
+    check_kinds(raw, path)
     generation_path = source.path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
+    check_kinds(generation, generation_path)
     return _from_transformers(raw, generation, source.path)
 
 
@@ -97,6 +107,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"cannot read {path}: it is nested too deep") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
@@ -109,12 +121,13 @@ def _from_transformers(
     architectures = raw.get("architectures") or []
     if not architectures:
         raise CheckpointError(f"{folder / 'config.json'} names no class under 'architectures'")
-    model_type = raw.get("model_type", "")
-    num_layers = _required(raw, folder, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    model_type = raw.get("model_type") or ""
+    layer_keys = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    num_layers = _required(raw, folder, *layer_keys, most=MAX_LAYERS)
     num_heads = _required(raw, folder, "num_attention_heads", "n_head", "num_heads", "n_heads")
     hidden_size = _required(raw, folder, "hidden_size", "n_embd", "d_model")
     intermediate = _first(raw, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-    rope_theta, rope_scaling = _rope(raw)
+    rope_theta, rope_scaling = _rope(raw, folder)
     return ModelConfig(
         architecture=architectures[0],
         model_type=model_type,
@@ -124,18 +137,18 @@ def _from_transformers(
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(raw, num_heads),
         head_dim=_head_dim(raw, model_type, hidden_size, num_heads),
-        intermediate_size=intermediate or 4 * hidden_size,
+        intermediate_size=_one_size(intermediate) or 4 * hidden_size,
         max_position_embeddings=_context_limit(raw, model_type, rope_scaling),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(_first(raw, "rms_norm_eps") or 1e-6),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
         # Llama's and Qwen3's attention_bias covers the output projection, Qwen2 never has one.
         attention_output_bias=model_type != "qwen2" and bool(raw.get("attention_bias", False)),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=model_type == "qwen3",
-        layer_windows=_layer_windows(raw, model_type, num_layers),
+        layer_windows=_layer_windows(raw, model_type, num_layers, folder),
         hidden_act=_first(raw, "hidden_act", "hidden_activation", "activation_function") or "silu",
         dtype=_dtype(raw, folder),
         bos_token_id=_bos_token_id(raw, generation),
@@ -163,6 +176,11 @@ def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
         )
 
 
+def _one_size(value: int | list[int] | None) -> int | None:
+    """The largest, where each layer has its own: only Transformers runs those."""
+    return max(value, default=None) if isinstance(value, list) else value
+
+
 def _first(raw: dict[str, Any], *keys: str) -> Any:
     for key in keys:
         if raw.get(key) is not None:
@@ -170,16 +188,16 @@ def _first(raw: dict[str, Any], *keys: str) -> Any:
     return None
 
 
-def _required(raw: dict[str, Any], folder: Path, *keys: str) -> int:
+def _required(raw: dict[str, Any], folder: Path, *keys: str, most: int = MAX_DIMENSION) -> int:
     value = _first(raw, *keys)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
         if value is None and "text_config" in raw:
             raise UnsupportedModelError(
                 f"{folder}: models with a text_config (multi-modal ones) are not supported."
             )
         raise CheckpointError(
-            f"{folder / 'config.json'}: {' or '.join(keys)} must be a positive integer, "
-            f"got {value!r}"
+            f"{folder / 'config.json'}: {' or '.join(keys)} must be a positive integer, at most "
+            f"{most}, got {value!r}"
         )
     return value
 
@@ -197,15 +215,17 @@ def _head_dim(raw: dict[str, Any], model_type: str, hidden_size: int, num_heads:
     return int(head_dim or hidden_size // num_heads)
 
 
-def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _rope(raw: dict[str, Any], folder: Path) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling from `rope_parameters` (Transformers 5) or `rope_scaling` (before)."""
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in scaling.values()):
         # One set per layer type: no model of ours, and the Transformers backend reads its own.
         return float(raw.get("rope_theta") or 10000.0), None
-    theta = float(scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     rope_type = scaling.pop("type", None)
     scaling["rope_type"] = scaling.get("rope_type") or rope_type or "default"
+    check_rope(scaling, folder / "config.json")
+    theta = float(scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    check_rope_theta(theta, folder / "config.json")
     if scaling["rope_type"] == "su":
         scaling["rope_type"] = "longrope"
     if scaling["rope_type"] == "default":
@@ -240,7 +260,9 @@ def _context_limit(raw: dict[str, Any], model_type: str, scaling: dict[str, Any]
     return int(limit * float(scaling.get("factor") or 1.0))
 
 
-def _layer_windows(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
+def _layer_windows(
+    raw: dict[str, Any], model_type: str, num_layers: int, folder: Path
+) -> tuple[int | None, ...]:
     # MistralConfig's default, for the few files that leave the key out.
     default = 4096 if model_type == "mistral" else None
     window = raw.get("sliding_window", default)
@@ -249,6 +271,11 @@ def _layer_windows(raw: dict[str, Any], model_type: str, num_layers: int) -> tup
         return (None,) * num_layers
     layer_types = raw.get("layer_types")
     if layer_types is not None:
+        if len(layer_types) != num_layers:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: layer_types has {len(layer_types)} entries for "
+                f"{num_layers} layers"
+            )
         return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)
     # The first max_window_layers layers attend in full, the ones above them in the window.
     first = raw.get("max_window_layers", 28) if model_type.startswith("qwen") else 0
@@ -260,17 +287,26 @@ def _dtype(raw: dict[str, Any], folder: Path) -> str:
     if name is not None:
         return str(name).removeprefix("torch.")
     for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in _safetensors_header(path).items():
+            if name != "__metadata__":
+                kind = entry.get("dtype") if isinstance(entry, dict) else ""
+                return _SAFETENSORS_DTYPES.get(str(kind), "float32")
+    return "float32"
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    try:
         with open(path, "rb") as file:
             head = file.read(8)
             size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            try:
-                entries = json.loads(file.read(min(size, path.stat().st_size)))
-            except ValueError as error:
-                raise CheckpointError(f"{path} is truncated: no complete header") from error
-        for name, entry in entries.items():
-            if name != "__metadata__":
-                return _SAFETENSORS_DTYPES.get(entry["dtype"], "float32")
-    return "float32"
+            header = json.loads(file.read(min(size, path.stat().st_size)))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is truncated: no complete header") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is no safetensors file: its header is no JSON object")
+    return header
 
 
 def _bos_token_id(raw: dict[str, Any], generation: dict[str, Any]) -> int | None:

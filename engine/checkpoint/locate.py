@@ -131,9 +131,10 @@ def _from_hub(model: str, revision: str | None, download_dir: str | None) -> Pat
     # to the user all of them mean the same thing.
     except Exception as error:
         at = f" at revision {revision!r}" if revision else ""
+        told = " ".join(str(error).split())  # some errors have lines
         raise ModelNotFoundError(
             f"no model {model!r}: there is no such file or folder, and the hub repository"
-            f"{at} could not be fetched ({type(error).__name__}: {error}). Check the name and "
+            f"{at} could not be fetched ({type(error).__name__}: {told}). Check the name and "
             "the network, or give a local folder."
         ) from error
     if not (Path(folder) / "config.json").is_file():

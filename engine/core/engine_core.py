@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.core.block_map import block_map
 from engine.core.request import Request
 from engine.core.startup import StartupTimes, bring_up
+from engine.errors import ConfigError
 from engine.executor.base import Executor
 from engine.log import get_logger
 from engine.types.block_map import BlockMap
@@ -254,7 +255,7 @@ class EngineCore:
         if done:
             self.obs.event(Event.RESET_PREFIX_CACHE, value=num_cached)
         else:
-            logger.warning("the prefix cache was not reset: requests are holding blocks")
+            logger.debug("the prefix cache was not reset: requests are holding blocks")
         return done
 
     def get_supported_tasks(self) -> list[str]:
@@ -281,12 +282,19 @@ class EngineCore:
         )
 
     def start_recording(self, run_dir: str) -> bool:
-        """Begin this process's journal in a folder; False if one is being written."""
-        return self.obs.start_recording(run_dir)
+        """Begin this process's journal in a folder; False if one is being written.
 
-    def stop_recording(self) -> bool:
-        """End this process's journal; False if none is being written."""
-        return self.obs.stop_recording()
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        try:
+            return self.obs.start_recording(run_dir)
+        except OSError as error:
+            raise ConfigError(f"cannot write a recording to {run_dir!r}: {error}") from error
+
+    def stop_recording(self) -> tuple[bool, str]:
+        """End this process's journal; whether one was being written, and why it ended before."""
+        return self.obs.stop_recording(), self.obs.early_end
 
     def dump_flight_record(self, detail: str = "") -> str | None:
         """Write the last steps to a file and return its path; None without a flight recorder."""

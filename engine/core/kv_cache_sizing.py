@@ -49,13 +49,17 @@ def size_kv_cache(
             "num_gpu_blocks_override, kv_cache_memory_bytes or block_size."
         )
     if num_tokens < max_model_len:
+        bound = "gpu_memory_utilization or kv_cache_memory_bytes"
+        if num_blocks_override is not None:
+            bound = "num_gpu_blocks_override"
         logger.warning(
             "max_model_len is reduced from %d to %d: the KV cache holds %d blocks of %d tokens. "
-            "Raise gpu_memory_utilization or kv_cache_memory_bytes to keep it.",
+            "Raise %s to keep it.",
             max_model_len,
             num_tokens,
             num_blocks,
             spec.block_size,
+            bound,
         )
     logger.info("KV cache: %d blocks of %d tokens", num_blocks, spec.block_size)
     return KVCacheSize(num_blocks, num_blocks * spec.block_bytes, min(max_model_len, num_tokens))

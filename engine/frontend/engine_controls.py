@@ -28,7 +28,12 @@ _MAX_LIMIT = 1 << 50
 
 
 class EngineControls:
-    """Calls to the core and to this process's own instrument, as one."""
+    """Calls to the core and to this process's own instrument, as one.
+
+    Attributes:
+        early_end: which parts of the recording that was stopped last had ended before that, and
+            why; empty for none.
+    """
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class EngineControls:
         self._obs = obs
         self._observer = observer
         self._settings = settings
+        self.early_end = ""
 
     def start_profile(
         self,
@@ -121,8 +127,8 @@ class EngineControls:
         """Begin journals of this process and of the core in a folder.
 
         Raises:
-            IsinglassError: one is being written already, the folder cannot be written to, or
-                everything is off.
+            ConfigError: the folder cannot be written to.
+            IsinglassError: one is being written already, or everything is off.
             EngineDeadError: the core has died.
         """
         if self._obs is NULL:
@@ -137,15 +143,24 @@ class EngineControls:
                 self._call("stop_recording")
         except OSError as error:
             self._call("stop_recording")
-            raise IsinglassError(f"cannot write a recording to {run_dir!r}: {error}") from error
+            raise ConfigError(f"cannot write a recording to {run_dir!r}: {error}") from error
         raise IsinglassError(
             "a recording is being written already; end it with stop_trace before another begins"
         )
 
     def stop_recording(self) -> bool:
-        """End the journals; False if none was being written."""
+        """End the journals; False if none was being written, and none had ended by itself before.
+
+        `early_end` says which had, and why.
+        """
+        self.early_end = ""
         was_recording = self._obs.stop_recording()
-        return bool(self._call("stop_recording")) or was_recording
+        has_core_recorded, why = self._call("stop_recording")
+        parts = {"the engine core's": why, "this process's": self._obs.early_end}
+        self.early_end = "; ".join(
+            f"{whose} part ended early: {why}" for whose, why in parts.items() if why
+        )
+        return has_core_recorded or was_recording or bool(self.early_end)
 
     def dump_flight_record(self) -> str:
         """Have the core write its last steps to a file; returns the path.

@@ -113,27 +113,42 @@ def _read_tokenizer_json(file: Path) -> TokenizerFiles:
         **_read_json(file.parent / "tokenizer_config.json"),
     }
     special_tokens = {
-        name: _token_content(settings[name])
+        name: _token_content(settings[name], name, file.parent)
         for name in SPECIAL_TOKEN_NAMES
         if settings.get(name) is not None
     }
-    _complete_added_tokens(backend, settings, special_tokens)
+    _complete_added_tokens(backend, _added_tokens(settings, file.parent), special_tokens)
     return TokenizerFiles(backend, special_tokens, _read_chat_templates(file.parent, settings))
 
 
+def _added_tokens(settings: dict[str, Any], folder: Path) -> list[AddedToken]:
+    """What the settings name beyond tokenizer.json, in the order of ids."""
+    entries = settings.get("added_tokens_decoder") or {}
+    if not isinstance(entries, dict) or not all(
+        key.isdecimal()
+        and len(key) < 20
+        and isinstance(entry, dict)
+        and isinstance(entry.get("content"), str)
+        for key, entry in entries.items()
+    ):
+        raise _wrong_setting(folder, "added_tokens_decoder", "objects with a content, by token id")
+    tokens = []
+    for _, entry in sorted(entries.items(), key=lambda item: int(item[0])):
+        flags = {
+            name: bool(entry.get(name, False))
+            for name in ("lstrip", "rstrip", "single_word", "special")
+        }
+        normalized = bool(entry.get("normalized", not flags["special"]))
+        tokens.append(AddedToken(entry["content"], normalized=normalized, **flags))
+    return tokens
+
+
 def _complete_added_tokens(
-    backend: tokenizers.Tokenizer, settings: dict[str, Any], special_tokens: dict[str, str]
+    backend: tokenizers.Tokenizer, added: list[AddedToken], special_tokens: dict[str, str]
 ) -> None:
     """Add what the settings name beyond tokenizer.json, so that it is kept whole and skipped."""
-    entries = settings.get("added_tokens_decoder") or {}
-    for _, entry in sorted(entries.items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(entry["content"]) is None:
-            flags = {
-                name: bool(entry.get(name, False))
-                for name in ("lstrip", "rstrip", "single_word", "special")
-            }
-            normalized = bool(entry.get("normalized", not flags["special"]))
-            token = AddedToken(entry["content"], normalized=normalized, **flags)
+    for token in added:
+        if backend.token_to_id(token.content) is None:
             backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
     known = {
         token.content for token in backend.get_added_tokens_decoder().values() if token.special
@@ -152,13 +167,22 @@ def _read_chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, st
     inline = settings.get("chat_template")
     if isinstance(inline, str):
         templates["default"] = inline
-    elif isinstance(inline, list):
+    elif isinstance(inline, list) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+        for entry in inline
+    ):
         templates.update((entry["name"], entry["template"]) for entry in inline)
+    elif inline is not None:
+        raise _wrong_setting(
+            folder, "chat_template", "a text, or a list of objects with name and template"
+        )
     file = folder / "chat_template.jinja"
     if file.is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
+        templates["default"] = _read_text(file)
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+        templates[file.stem] = _read_text(file)
     return templates
 
 
@@ -166,13 +190,32 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(_read_text(file))
     except ValueError as error:
         raise TokenizerError(f"cannot read {file}: {error}") from error
+    except RecursionError:
+        raise TokenizerError(f"cannot read {file}: it is nested too deep") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"cannot read {file}: it holds no JSON object")
     return content
 
 
-def _token_content(value: str | dict[str, Any]) -> str:
-    return value if isinstance(value, str) else value["content"]
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"cannot read {file}: {error}") from error
+
+
+def _token_content(value: Any, name: str, folder: Path) -> str:
+    content = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(content, str):
+        raise _wrong_setting(folder, name, "a text, or an object with a content")
+    return content
+
+
+def _wrong_setting(folder: Path, name: str, wanted: str) -> TokenizerError:
+    return TokenizerError(
+        f"cannot read the tokenizer in {folder}: {name} must be {wanted} (tokenizer_config.json, "
+        "or special_tokens_map.json)"
+    )

@@ -1,6 +1,7 @@
 """One line for each HTTP request, when it has ended.
 
-Knows the line's form. Probes and scrapes are on the level debug: they are no news.
+Knows the line's form. Probes, scrapes and the files of the live page are on the level
+debug: they are no news.
 """
 
 import logging
@@ -8,10 +9,11 @@ from typing import Any
 
 from engine.log import get_logger
 from engine.server.exchange import PROBES, ExchangeState
+from engine.server.live.files import FILES_ROUTE, ICON_PATH
 
 logger = get_logger("access")
 
-_QUIET = PROBES | {"/metrics"}
+_QUIET = PROBES | {"/metrics", "/load", FILES_ROUTE, ICON_PATH}
 
 
 def log_exchange(exchange: ExchangeState) -> None:

@@ -23,6 +23,7 @@ h2 { font-size: 1.1rem; }
 table { border-collapse: collapse; width: 100%; margin: 0.6rem 0; }
 th, td { text-align: left; vertical-align: top; padding: 0.25rem 1rem 0.25rem 0; }
 td { border-top: 1px solid var(--line); overflow-wrap: anywhere; }
+td:first-child { overflow-wrap: normal; }
 th, .muted { color: var(--muted); font-weight: normal; }
 nav li { list-style: none; } nav ul { padding: 0; columns: 18rem; }
 """
@@ -71,6 +72,7 @@ def api_page(description: Mapping[str, Any]) -> str:
     parts = [
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>',
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>',
+        '<link rel="icon" href="favicon.ico">',
         f"<h1>{escape(title)}</h1>",
         '<p class="muted">For programs: <a href="openapi.json">openapi.json</a>. Where the server '
         "has keys, send one as <code>Authorization: Bearer KEY</code>.</p>",

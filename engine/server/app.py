@@ -8,7 +8,17 @@ import functools
 
 from fastapi import FastAPI
 
-from engine.server import api_page, chat, completions, control, debug, health, models, tokenization
+from engine.server import (
+    api_page,
+    chat,
+    completions,
+    control,
+    debug,
+    health,
+    load,
+    models,
+    tokenization,
+)
 from engine.server.errors import add_error_handlers
 from engine.server.live import routes as live
 from engine.server.methods import add_methods
@@ -42,8 +52,10 @@ def make_app(state: ServerState) -> FastAPI:
     add_guards(app, state)  # what is added last is passed first
     if shows_docs:
         app.include_router(api_page.make_router(app))
-    for routes in (health, models, completions, chat, tokenization):
+    for routes in (health, load, models, completions, chat, tokenization):
         app.include_router(routes.router)
+    if state.peers is not None:
+        load.answer_peers(state.peers, state)
     add_metrics(app, state)
     if state.config.enable_debug_routes:
         app.include_router(control.router)

@@ -66,14 +66,18 @@ def load_api_keys(config: ServerConfig) -> ApiKeys:
     return ApiKeys(keys)
 
 
+def warn_of_readers(config: ServerConfig) -> None:
+    """Say it in the log where others than the owner may read the file of keys."""
+    path = config.api_key_file
+    if path is not None and Path(path).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("other users can read the API keys in %s; chmod 600 it", path)
+
+
 def _read_keys(path: Path) -> list[str]:
     try:
-        mode = path.stat().st_mode
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_key_file {str(path)!r} cannot be read: {error}") from error
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        logger.warning("other users can read the API keys in %s; chmod 600 it", path)
     keys = [line.strip() for line in lines]
     keys = [key for key in keys if key and not key.startswith("#")]
     if not keys:

@@ -12,6 +12,7 @@ from engine.config import GROUPS, check_setting
 from engine.errors import ConfigError
 from engine.server.config import ServerConfig
 from engine.server.config_file import read_config_file
+from engine.server.stop_signals import ended_by_signals
 
 _DESCRIPTION = """\
 Serve a model over an OpenAI-compatible HTTP API.
@@ -29,8 +30,8 @@ examples:
   isinglass serve --max-num-queued-reqs 64               refuse with 429 rather than let wait
   isinglass serve --config serve.yaml --port 9000        flags win over the file
 
-exit codes: 0 ended by a signal; 1 the engine did not start, or died; 2 wrong usage; 130 or 143
-a second signal cut requests off.
+exit codes: 0 ended by a signal; 1 a setting is wrong, or the engine did not start, or died; 2 wrong
+usage; 130 or 143 a second signal cut requests off.
 """
 
 _ENGINE_DEFAULTS = {"max_logprobs": 20}
@@ -88,7 +89,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def run(arguments: argparse.Namespace, *, lists: dict[str, bool]) -> int:
     """Serve; returns the exit code."""
     _open_standard_streams()
-    from engine.server.serve import leave, run_server
+    with ended_by_signals():  # what is imported here takes seconds
+        return _run(arguments, lists)
+
+
+def _run(arguments: argparse.Namespace, lists: dict[str, bool]) -> int:
+    from engine.server.serve import run_server
+    from engine.server.threads import leave
 
     if arguments.config is not None:
         rules = {

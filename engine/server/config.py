@@ -47,7 +47,7 @@ class ServerConfig:
         (), "Keys that clients must present (any of them); also ISINGLASS_API_KEY."
     )
     api_key_file: str | None = option(None, "File with one key a line.")
-    guard_metrics: bool = option(False, "Ask for the key at /metrics too.")
+    guard_metrics: bool = option(False, "Ask for the key at /metrics and /load too.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
     allowed_methods: tuple[str, ...] = option(("*",), "Methods allowed to them.")
     allowed_headers: tuple[str, ...] = option(("*",), "Headers allowed to them.")
@@ -61,7 +61,7 @@ class ServerConfig:
     max_body_bytes: int = option(
         4 << 20,
         "Largest request body; a larger one gets 413. The event loop serves nobody else while it "
-        "reads one: some ten milliseconds for each MiB.",
+        "reads one: a few milliseconds for each MiB of text, some fifty for one of short names.",
         minimum=1 << 10,
     )
     max_header_bytes: int = option(

@@ -25,8 +25,8 @@ def read_config_file(path: str, lists: Mapping[str, bool]) -> dict[str, Any]:
             one then.
 
     Raises:
-        ConfigError: the file cannot be read, is no flat mapping, or has a setting twice or one
-            that there is not.
+        ConfigError: the file cannot be read, is no flat mapping, or has a setting twice, without a
+            value, or one that there is not.
     """
     settings: dict[str, Any] = {}
     for key, value in _read_pairs(path):
@@ -35,12 +35,14 @@ def read_config_file(path: str, lists: Mapping[str, bool]) -> dict[str, Any]:
             raise ConfigError(f"{path}: unknown setting {str(key)!r}.{_hint(name, lists)}")
         if name in settings:
             raise ConfigError(f"{path}: {key} is set twice.")
+        if value is None:
+            raise ConfigError(f"{path}: {key} has no value; leave the line out for the default.")
         if isinstance(value, dict):
             raise ConfigError(
                 f"{path}: {key} holds further settings; they all belong to the top level."
             )
         settings[name] = [value] if lists[name] and not isinstance(value, list) else value
-    return {name: value for name, value in settings.items() if value is not None}
+    return settings
 
 
 def _hint(name: str, known: Collection[str]) -> str:
@@ -52,7 +54,7 @@ def _read_pairs(path: str) -> list[tuple[Any, Any]]:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
         # The node tree, since the plain loader lets the last of two equal keys win in silence.
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None or node.tag == "tag:yaml.org,2002:null":
@@ -66,6 +68,8 @@ def _read_pairs(path: str) -> list[tuple[Any, Any]]:
         ]
     except OSError as error:
         raise ConfigError(f"the config file cannot be read: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deep; settings belong to the top level.") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

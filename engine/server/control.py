@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from engine.errors import ConfigError, EngineDeadError, IsinglassError
 from engine.log import get_logger
 from engine.server.errors import ApiError
+from engine.server.json_body import JsonRoute
 from engine.server.state import ServerState, server_of
 from engine.version import __version__
 from instrumentation import ProfileStatus
@@ -27,7 +28,7 @@ CALL_TIMEOUT_S = 30.0
 """How long the engine core gets to answer; one that hangs must not collect callers."""
 
 logger = get_logger(__name__)
-router = APIRouter(tags=["control"])
+router = APIRouter(tags=["control"], route_class=JsonRoute)
 T = TypeVar("T")
 
 _SECRET = re.compile(r"^(ssl_|api_key)|password|secret")

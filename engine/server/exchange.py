@@ -111,6 +111,11 @@ class ExchangeState:
         return {self.request_id, self.engine_id, self.told.get("response_id", self.engine_id)}
 
     @property
+    def generates(self) -> bool:
+        """Whether it asks for a completion or a chat, be it refused."""
+        return self.method == "POST" and self.route.startswith("/v1/")
+
+    @property
     def duration_ns(self) -> int:
         """Headers read to the end."""
         return self.end_ns - self.arrival_ns
@@ -133,7 +138,7 @@ class ExchangeState:
         self.num_prompt_tokens = told.get("num_prompt_tokens")
         answered = told.get("answered")
         if answered is not None:  # by the connection: the application has been told of its end only
-            self.status, self.is_complete, error = answered, True, None
+            (self.status, self.num_bytes), self.is_complete, error = answered, True, None
         self.outcome = self._outcome(told.get("outcome"), error, phase)
         if self.outcome == "disconnected":
             self.status = CLIENT_LEFT_STATUS

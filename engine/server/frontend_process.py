@@ -9,8 +9,8 @@ import msgspec
 
 from engine.api.async_llm import AsyncLLM
 from engine.server.config import ServerConfig
-from engine.server.serve import leave
 from engine.server.serve import run_frontend as serve_frontend
+from engine.server.threads import leave
 from engine.types.attachment import CoreAttachment
 
 

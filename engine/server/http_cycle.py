@@ -1,4 +1,5 @@
-"""One exchange with a client of HTTP/1.0, which knows no chunks and closes unless told otherwise.
+"""How uvicorn's answers are put right: their date, and their end for a client of HTTP/1.0, which
+knows no chunks and closes unless told otherwise.
 
 Knows how the end of an answer is told (RFC 9112, sections 6.3 and 9.3). Knows no connections.
 """
@@ -6,6 +7,17 @@ Knows how the end of an answer is told (RFC 9112, sections 6.3 and 9.3). Knows n
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.server import ServerState
+
+
+class CurrentHeaders:
+    """uvicorn's headers of every answer when it begins, not when its request came: the date."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def __add__(self, others: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        return self._state.default_headers + others
 
 
 class Http10Cycle:

@@ -8,9 +8,10 @@ server so many connections. A client that closes its side has left. Knows no rou
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 import msgspec
@@ -23,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from engine.server.errors import ApiError
-from engine.server.http_cycle import Http10Cycle
+from engine.server.http_cycle import CurrentHeaders, Http10Cycle
 
 _MAX_PIPELINED = 16
 """Requests that are taken in before the one that is being answered has been."""
@@ -34,8 +35,21 @@ _DRAIN_S = 2.0
 """How long the rest of a message is taken in whose answer has gone out already."""
 _NOTHING = memoryview(b"")
 
-Refused = Callable[[ApiError, tuple[str, int] | None], None]
-"""Told of each request that was refused before it was one, and of its client."""
+
+class Refused(Protocol):
+    """Told of each request that is refused before it is one; may add headers to its answer."""
+
+    def __call__(
+        self,
+        error: ApiError,
+        client: tuple[str, int] | None,
+        *,
+        begin_ns: int,
+        num_bytes: int,
+    ) -> None:
+        """Since when it has been coming, and how long the answer's body is."""
+
+
 Left = Callable[[Scope], None]
 """Told of each request whose client left while those before it were being answered."""
 
@@ -102,6 +116,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """What has been read, and is not parsed before there is room in the pipeline."""
         self._refusal: ApiError | None = None
         """What the client is told when all before it has been answered."""
+        self._begin_ns = time.monotonic_ns()
+        """When the last message began, else the connection."""
 
     @property
     def _is_answered(self) -> bool:
@@ -199,6 +215,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._has_begun = True
+        self._begin_ns = time.monotonic_ns()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -233,6 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle.scope["http_version"] != "1.1":
             app = Http10Cycle(cycle, app)
         self._running = cycle
+        cycle.default_headers = CurrentHeaders(self.server_state)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -269,31 +287,40 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if not self._is_whole and not self._is_answered:
             if self.cycle is self._running:
-                self._abandon(error)
+                # Behind the first steps of the application, which may have come with these bytes.
+                self.flow.hold()
+                self.loop.call_soon(self._abandon, error)
                 return
             assert self._running is not None
             self.pipeline.popleft()  # of the one that has no end, nobody has been told
             self.cycle = self.pipeline[0][0] if self.pipeline else self._running
         self._refusal = error
         if self._refused is not None:
-            self._refused(error, self.client)
+            num_bytes = len(_body(error))
+            self._refused(error, self.client, begin_ns=self._begin_ns, num_bytes=num_bytes)
         if self._is_answered:
             self._hang_up(error)
 
     def _abandon(self, error: ApiError) -> None:
         """Give up in the middle of a body: who reads it is told that the client has left."""
+        if self.transport.is_closing():
+            return
         if self.cycle.response_started:
             self._hang_up(None)
         else:
-            self.cycle.scope["state"]["answered"] = error.status
+            state = self.cycle.scope["state"]
+            state["answered"] = error.status, len(_body(error))
+            if "shown_id" in state:
+                error.headers["X-Request-Id"] = state["shown_id"]
             self._hang_up(error)
 
     def _hang_up(self, error: ApiError | None) -> None:
         """Answer outside of the application, and close."""
         if error is not None:
-            body = msgspec.json.encode(error.body())
+            body = _body(error)
             head = [STATUS_LINE[error.status]]
             head += [b"%s: %s\r\n" % header for header in self.server_state.default_headers]
+            head += [b"%s: %s\r\n" % (a.encode(), b.encode()) for a, b in error.headers.items()]
             head.append(b"content-type: application/json\r\nconnection: close\r\n")
             head.append(b"content-length: %d\r\n\r\n" % len(body))
             self.transport.write(b"".join([*head, body]))
@@ -310,6 +337,10 @@ def bounded_protocol(
 ) -> Any:
     """The protocol as uvicorn's `http` setting takes it."""
     return functools.partial(BoundedProtocol, limits=limits, refused=refused, left=left)
+
+
+def _body(error: ApiError) -> bytes:
+    return msgspec.json.encode(error.body())
 
 
 def head_too_large(max_head_bytes: int) -> ApiError:

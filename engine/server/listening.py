@@ -67,7 +67,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)
             context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
+    except (OSError, ssl.SSLError, ValueError) as error:  # a name with a NUL
         names = "ssl_certfile, ssl_keyfile" + (", ssl_ca_certs" if config.ssl_ca_certs else "")
         raise ConfigError(f"TLS cannot be set up from {names}: {error}") from error
     return context
@@ -91,7 +91,7 @@ def _listen_at_port(host: str, port: int) -> socket.socket:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError, ValueError) as error:  # a name too long, or one with a NUL
         raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -136,7 +136,7 @@ def _remove_stale(path: str) -> None:
         return
     except ConnectionRefusedError:
         os.unlink(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a NUL
         raise ConfigError(f"cannot listen at {path}: {error}") from error
     else:
         raise ConfigError(f"cannot listen at {path}: another server listens there.")

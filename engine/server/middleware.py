@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterable
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.config import ServerConfig
@@ -23,10 +25,11 @@ from engine.server.state import ServerState
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 """Asked by load balancers and by people who want to know what is here: they say nothing of users,
 and need no key ever."""
-PAGES = PUBLIC_PATHS | {"/favicon.ico", "/docs", "/openapi.json"}
+PAGES = PUBLIC_PATHS | {"/docs", "/openapi.json"}
 """What browsers open, which cannot send a key with that. The pages are the same for everybody; the
 live one asks for the key and sends it when it fetches what is shown on it."""
-METRICS_PATH = "/metrics"
+METRICS_PATHS = frozenset({"/metrics", "/load"})
+"""Asked by scrapers and load balancers, which get no key unless `guard_metrics` says so."""
 
 _ENDLESS = "/live/events"
 """A stream that lasts as long as somebody looks; the server's end does not wait for it."""
@@ -51,7 +54,7 @@ class GuardMiddleware:
         self._timeout_s = state.config.timeout_read_s
         self._open = OPEN_PATHS | PAGES
         if not state.config.guard_metrics:
-            self._open |= {METRICS_PATH}
+            self._open |= METRICS_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -89,6 +92,20 @@ class GuardMiddleware:
         if _exceeds(content_length, self._max_body_bytes):
             return _too_large(self._max_body_bytes)
         return None
+
+
+class _Cors(CORSMiddleware):
+    """Starlette's, which refuses a preflight in the form of our errors."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        text = f"{bytes(response.body).decode()}; --allowed-origins, -methods and -headers decide"
+        refusal = ApiError(400, text, code="cors_refused").response()
+        for name, value in response.headers.items():
+            refusal.headers.setdefault(name, value)
+        return refusal
 
 
 class _BoundedBody:
@@ -135,7 +152,7 @@ def add_guards(app: FastAPI, state: ServerState) -> None:
     config: ServerConfig = state.config
     if config.allowed_origins:
         app.add_middleware(
-            CORSMiddleware,
+            _Cors,
             allow_origins=config.allowed_origins,
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,

@@ -9,11 +9,11 @@ and `arrival_ns` in `request.state`, and may leave `outcome`, `refusal`, `respon
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.frontend.request_tracer import HttpArrival, RequestTracer
 from engine.log import serving
@@ -23,6 +23,7 @@ from engine.server.exchange import ExchangeState, RequestHeaders
 from engine.server.loop_watch import LoopWatch
 from engine.server.route_names import OTHER, RouteNames, route_path
 from engine.server.state import ServerState
+from engine.server.wire import Wire
 from instrumentation.histogram_buckets import parse_buckets
 from instrumentation.server_metrics import ServerMetrics
 
@@ -73,12 +74,12 @@ class Observation:
         engine = getattr(self._state.engine, "llm_engine", None)
         return self._nobody if engine is None else engine.tracer
 
-    def begin(self, scope: Scope) -> ExchangeState:
-        """A request has come in; its identity goes into `scope["state"]`."""
+    def begin(self, scope: Scope, *, arrival_ns: int | None = None) -> ExchangeState:
+        """A request has come in, now or then; its identity goes into `scope["state"]`."""
         self.metrics.observe_arrival()
         route, method_label = self._names().find(route_path(scope), scope["method"])
         exchange = ExchangeState(
-            scope, arrival_ns=self.clock(), route=route, method_label=method_label
+            scope, arrival_ns=arrival_ns or self.clock(), route=route, method_label=method_label
         )
         headers = RequestHeaders(scope["headers"])
         exchange.request_id = headers.request_id
@@ -97,12 +98,24 @@ class Observation:
         exchange.told = told
         return exchange
 
-    def refuse(self, error: ApiError, client: tuple[str, int] | None) -> None:
-        """A connection was refused before there was a request: one arrival, and its outcome."""
+    def refuse(
+        self,
+        error: ApiError,
+        client: tuple[str, int] | None,
+        *,
+        begin_ns: int,
+        num_bytes: int,
+    ) -> None:
+        """A connection is refused before there is a request: one arrival, and its outcome.
+
+        The answer gets the id in its headers, as others do.
+        """
         scope: dict[str, Any] = {"type": "http", "method": "-", "path": "-", "headers": []}
         scope["client"] = client
-        exchange = self.begin(scope)
-        exchange.status, exchange.is_complete = error.status, True
+        exchange = self.begin(scope, arrival_ns=begin_ns)
+        scope["state"]["answered"] = error.status, num_bytes
+        if self._state.config.enable_request_id_headers:
+            error.headers["X-Request-Id"] = exchange.request_id
         if error.code == "too_many_connections":
             scope["state"]["refusal"] = "connections_full"
         self.end(exchange, None)
@@ -116,7 +129,9 @@ class Observation:
     def end(self, exchange: ExchangeState, error: BaseException | None) -> None:
         """It has ended: count it, trace it, log it."""
         exchange.end_ns = exchange.end_ns or self.clock()
+        num_sent_bytes = exchange.num_bytes
         exchange.conclude(error, phase=self._state.phase)
+        self.metrics.num_response_bytes += exchange.num_bytes - num_sent_bytes
         exchange.num_output_tokens = self._num_output_tokens(exchange)
         exchange.told = {"response_id": exchange.told.get("response_id", exchange.engine_id)}
         del self.in_flight[exchange.engine_id]
@@ -131,7 +146,7 @@ class Observation:
             refusal=exchange.refusal,
             traceparent=exchange.traceparent,
         )
-        if exchange.method == "POST" and exchange.route.startswith("/v1/"):
+        if exchange.generates:
             self._remember(exchange)
         if exchange.span is not None:
             self.tracer.end_http(
@@ -203,7 +218,16 @@ class ObserveMiddleware:
         observation = self._observation
         observation.loop_watch.start()
         exchange = observation.begin(scope)
-        wire = _Wire(exchange, receive, send, observation, shows_id=self._shows_ids)
+        if self._shows_ids:
+            scope["state"]["shown_id"] = exchange.request_id
+        wire = Wire(
+            exchange,
+            receive,
+            send,
+            observation.metrics,
+            clock=observation.clock,
+            shows_id=self._shows_ids,
+        )
         error: BaseException | None = None
         with serving(exchange.engine_id, exchange.traceparent):
             try:
@@ -217,79 +241,6 @@ class ObserveMiddleware:
             finally:
                 wire.close()
                 observation.end(exchange, error)
-
-
-class _Wire:
-    """ASGI's receive and send, and what is noted of what passes."""
-
-    __slots__ = ("_exchange", "_metrics", "_now", "_receive", "_send", "_shows_id")
-
-    def __init__(
-        self,
-        exchange: ExchangeState,
-        receive: Receive,
-        send: Send,
-        observation: Observation,
-        *,
-        shows_id: bool,
-    ) -> None:
-        self._exchange = exchange
-        self._receive = receive
-        self._send = send
-        self._metrics = observation.metrics
-        self._now = observation.clock
-        self._shows_id = shows_id
-
-    async def receive(self) -> Message:
-        """Note that the client has left, if that is what comes."""
-        message = await self._receive()
-        if message["type"] == "http.disconnect" and not self._exchange.is_complete:
-            self._exchange.has_left = True
-        return message
-
-    def send(self, message: Message) -> Awaitable[None]:
-        """Count, and hand on: no coroutine of our own for parts of a stream."""
-        exchange = self._exchange
-        if message["type"] != "http.response.body":
-            if message["type"] == "http.response.start":
-                self._note_start(message)
-            return self._send(message)
-        num_bytes = len(message.get("body", b""))
-        if num_bytes:
-            if not exchange.first_byte_ns:
-                exchange.first_byte_ns = self._now()
-            exchange.num_bytes += num_bytes
-            self._metrics.num_response_bytes += num_bytes
-        if not message.get("more_body", False):
-            return self._send_last(message)
-        exchange.num_chunks += 1
-        self._metrics.num_chunks += 1
-        return self._send(message)
-
-    def _note_start(self, message: Message) -> None:
-        exchange = self._exchange
-        exchange.status = message["status"]
-        if self._shows_id:
-            own = (b"x-request-id", exchange.request_id.encode("ascii"))
-            others = [one for one in message.get("headers", ()) if one[0] != own[0]]
-            message["headers"] = [*others, own]
-
-    async def _send_last(self, message: Message) -> None:
-        self._exchange.has_left |= self._is_cut_off()
-        await self._send(message)
-        self._exchange.is_complete = not self._exchange.has_left
-        self._exchange.end_ns = self._now()
-
-    def close(self) -> None:
-        """The application is done."""
-        exchange = self._exchange
-        if not exchange.is_complete:
-            exchange.has_left |= self._is_cut_off()
-
-    def _is_cut_off(self) -> bool:
-        """uvicorn drops what it cannot deliver and tells only those who wait to receive, which an
-        application that just answers does not."""
-        return bool(getattr(getattr(self._send, "__self__", None), "disconnected", False))
 
 
 def observe(app: FastAPI, state: ServerState, names: Callable[[], RouteNames]) -> Observation:

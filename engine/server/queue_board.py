@@ -36,7 +36,8 @@ class QueueBoard:
         size = (num_frontends + 1) * _ROW_LENGTH * 8
         file = os.open(Path(directory) / _FILE_NAME, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(file, size)  # harmless where another frontend has done it
+            # Not `ftruncate`: on a full disk, a page that is not there kills whoever writes to it.
+            os.posix_fallocate(file, 0, size)  # harmless where another frontend has done it
             self._map = mmap.mmap(file, size)
         finally:
             os.close(file)

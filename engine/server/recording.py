@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.api.async_llm import AsyncLLM
+from engine.errors import IsinglassError
 from engine.log import get_logger
 from engine.server.peers import PeerAnswers, Peers
 
@@ -50,7 +51,8 @@ class ServerRecording:
         return told | self._frontends(joined)
 
     async def stop(self) -> dict[str, Any] | None:
-        """End it; says where it is, None if nothing was being recorded.
+        """End it; says where it is, None if nothing was being recorded. A `note` says what of it
+        had ended before, and why.
 
         Raises:
             EngineDeadError: the core has died; what was recorded until then is there.
@@ -63,13 +65,15 @@ class ServerRecording:
             self.run_dir = None
             if self._peers is not None:
                 others = await self._peers.ask("leave_recording", timeout_s=_TIMEOUT_S)
+        early_end = {"note": self._engine.early_end} if self._engine.early_end else {}
         if self._peers is None:
-            return None if run_dir is None else {"run_dir": run_dir}
+            return None if run_dir is None else {"run_dir": run_dir} | early_end
         parts = {index: one for index, one in others.by_index.items() if one is not None}
         if run_dir is None and not parts:
             return None
         whole = began_here or next(iter(parts.values()), run_dir)
-        return {"run_dir": whole} | self._frontends(list(parts), has_own=began_here is not None)
+        frontends = self._frontends(list(parts), has_own=began_here is not None)
+        return {"run_dir": whole} | early_end | frontends
 
     def answer_peers(self) -> None:
         """Let the other frontends begin and end this one's part."""
@@ -93,10 +97,12 @@ class ServerRecording:
         if not others or self.run_dir != before:  # begun, or ended, since they answered
             return
         theirs = next((run_dir for run_dir in others if run_dir is not None), None)
-        if theirs is not None and self.run_dir is None:
-            await self._join(theirs)
-        elif theirs is None and self.run_dir is not None:
+        if theirs == before:
+            return
+        if before is not None:
             await self._leave()
+        if theirs is not None:
+            await self._join(theirs)
 
     async def _join(self, run_dir: str) -> bool:
         try:
@@ -104,13 +110,19 @@ class ServerRecording:
         except OSError as error:
             logger.error("nothing is recorded here: %s", error)
             return False
+        except IsinglassError:  # it has not started yet, and then catches up
+            return False
         if is_recording:
             self.run_dir = run_dir
         return is_recording
 
     async def _leave(self) -> str | None:
         run_dir, self.run_dir = self.run_dir, None
-        return run_dir if await self._engine.leave_recording() else None
+        try:
+            return run_dir if await self._engine.leave_recording() else None
+        except IsinglassError:  # it has not started yet, and then catches up
+            self.run_dir = run_dir
+            return None
 
     def _frontends(self, others: Sequence[int], *, has_own: bool = True) -> dict[str, Any]:
         """Whose requests the recording has, and whose it lacks."""

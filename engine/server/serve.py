@@ -4,19 +4,18 @@
         └── signal, or the engine does not start ─────┐     └── second signal: at once ─────────┤
                                   READY ── engine dies ──▶ DEAD ── running answers end ──────────┘
 
-Listens at once; the engine starts behind it. Knows signals and the order of the end: no more
+Listens at once; the engine starts behind it. Whoever takes a dead frontend's place listens once it
+can answer: meanwhile the others take what comes. Knows signals and the order of the end: no more
 admissions, running requests to their end or the time-out, engine, connections, process.
 """
 
 import asyncio
 import contextlib
+import gc
 import logging
-import os
 import socket
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -27,7 +26,7 @@ from engine.errors import ConfigError, EngineDeadError, IsinglassError
 from engine.log import configure, get_logger
 from engine.server.announce import announce
 from engine.server.app import make_app
-from engine.server.auth import load_api_keys
+from engine.server.auth import load_api_keys, warn_of_readers
 from engine.server.chat_templates import ChatTemplates
 from engine.server.config import ServerConfig
 from engine.server.errors import ApiError
@@ -36,6 +35,7 @@ from engine.server.listening import listening, raise_file_limit, tls_context
 from engine.server.metrics_share import MetricsShare
 from engine.server.state import Phase, ServerState
 from engine.server.stop_signals import StopSignals
+from engine.server.threads import event_loop
 
 logger = get_logger(__name__)
 
@@ -44,8 +44,6 @@ _DEATH_LINGER_S = 2.0
 """How long a server whose engine has died goes on to say so, and to show its metrics."""
 _FLUSH_S = 5.0
 """How long answers that are complete, or failed, may take to reach their clients at the end."""
-_THREADS_S = 1.0
-"""How long threads get to end."""
 _CONNECTIONS_S = 2
 """How long connections get to close, once everything has been answered."""
 
@@ -106,48 +104,11 @@ def run_frontend(config: ServerConfig, engine: AsyncLLM, listener: socket.socket
         own_process=False,
         log_format=settings.observability.log_format,
     )
+    if engine.attachment is None or engine.attachment.is_first:
+        warn_of_readers(config)
     state = ServerState(engine, config, load_api_keys(config))
     with event_loop() as runner:
         return runner.run(_Life(state, listener).run())
-
-
-class _Workers(ThreadPoolExecutor):
-    """The loop's threads, whose end nobody waits for: one of them may compute for ever."""
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait=False, cancel_futures=True)
-
-
-def event_loop() -> "asyncio.Runner":
-    """An event loop of uvloop's making."""
-    import uvloop
-
-    def make_loop() -> asyncio.AbstractEventLoop:
-        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        loop.set_default_executor(_Workers(thread_name_prefix="worker"))
-        return loop
-
-    return asyncio.Runner(loop_factory=make_loop)
-
-
-def leave(code: int, *, others: Iterable[threading.Thread] = ()) -> int:
-    """The exit code, for whoever ends the process next; ends it here where it would not end.
-
-    The interpreter joins all threads, but none can be made to stop: a template or a text that a
-    client sent may keep one busy for hours.
-
-    Args:
-        others: threads that are not the server's; that they run on is no reason to end the process.
-    """
-    deadline = time.monotonic() + _THREADS_S
-    for thread in {*threading.enumerate()} - {threading.current_thread(), *others}:
-        if not thread.daemon:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                logger.warning("thread %s does not end; the process does", thread.name)
-                logging.shutdown()
-                os._exit(code)
-    return code
 
 
 class _Life:
@@ -160,13 +121,15 @@ class _Life:
         self._app = make_app(state)
         self._http = _Server(_uvicorn_config(state, self._app))
         self._began_ns = time.monotonic_ns()
+        self._has_started = asyncio.Event()
 
     async def run(self) -> int:
         """Serve until the end; returns the exit code."""
         self._signals = StopSignals()
         if (peers := self._state.peers) is not None:
+            peers.answerers["is_ready"] = self._is_ready
             await peers.start()
-        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]), name="http")
+        serving = asyncio.create_task(self._listen(), name="http")
         work = asyncio.create_task(self._serve(), name="life")
         share: MetricsShare | None = self._state.metrics_page.share
         sharing = None if share is None else asyncio.create_task(share.publish(), name="share")
@@ -189,6 +152,15 @@ class _Life:
                 await peers.close()
         forced = self._signals.second.is_set()
         return 128 + self._signals.number if forced else code
+
+    async def _listen(self) -> None:
+        attachment = self._engine.attachment
+        if attachment is not None and attachment.life:
+            await self._has_started.wait()
+        await self._http.serve(sockets=[self._listener])
+
+    async def _is_ready(self) -> bool:
+        return self._state.phase is Phase.READY
 
     async def _serve(self) -> int:
         """From the engine's start to the last answer."""
@@ -244,7 +216,10 @@ class _Life:
             return False
         error = start.exception()
         if error is None:
+            gc.collect()
+            gc.freeze()  # what lives as long as the server is not looked through again and again
             self._state.phase = Phase.READY
+            self._has_started.set()
             return True
         self._state.phase = Phase.DEAD
         if isinstance(error, IsinglassError):
@@ -306,6 +281,8 @@ class _Life:
             # What is cancelled now are streams without an end, and clients that do not read.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             self._http.should_exit = True
+            if not self._http.started:  # nor will it, where the start has failed
+                serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             self._state.metrics_page.close()
             hurry.cancel()

@@ -90,10 +90,9 @@ class MPClient(EngineCoreClient):
     def kill(self) -> None:
         """End the core's process at once, in whatever state it is; `shutdown` has still to follow.
 
-        For any thread. A core that belongs to another process is left alone.
+        For any thread. A core that belongs to another process is left alone; here it is as dead.
         """
-        if isinstance(self._core, CoreProcess):
-            self._core.kill()
+        self._core.kill()
 
     def _send(self, kind: MessageType, frames: list[Frame]) -> None:
         self._ensure_alive()

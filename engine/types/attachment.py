@@ -23,3 +23,8 @@ class CoreAttachment(msgspec.Struct, frozen=True, kw_only=True):
     """How many frontends were this client before, each of which has died."""
     run_dir: str | None = None
     """Folder of the run that the core records into from the start."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the frontend says what all of them would: the first one, in its first life."""
+        return self.client_index == 1 and self.life == 0

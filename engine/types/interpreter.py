@@ -10,10 +10,14 @@ import sys
 from typing import Any, Final
 
 READ_BOOT: Final = (
-    "import sys, json; boot = json.loads(sys.stdin.buffer.readline()); "
+    "import sys, json; line = sys.stdin.buffer.readline(); "
+    "boot = json.loads(line) if line.endswith(b'\\n') else sys.exit(1); "
     "sys.path[:] = boot.pop('sys_path'); "
 )
-"""Code that such an interpreter begins with: from then on the line's other facts are in `boot`."""
+"""Code that such an interpreter begins with: from then on the line's other facts are in `boot`.
+
+It ends there, and says nothing, where whoever started it has ended before the line was whole.
+"""
 
 
 def command(code: str, *arguments: str) -> list[str]:

@@ -42,10 +42,14 @@ WHOLE_VOCABULARY: Final = -1
 
 
 class RequestOutputKind(enum.Enum):
-    """Which part of the generated text each `RequestOutput` of a stream carries."""
+    """Which part of the generated text each `RequestOutput` of a stream carries.
+
+    With n > 1 an output of a stream has only the choices that have something new, the last output
+    too: keep the newest of each `CompletionOutput.index`. FINAL_ONLY has all n at once.
+    """
 
     CUMULATIVE = 0
-    """Everything generated so far."""
+    """Everything generated so far, of each choice in it."""
     DELTA = 1
     """Only what is new since the previous output."""
     FINAL_ONLY = 2

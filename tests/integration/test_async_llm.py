@@ -505,7 +505,7 @@ def test_an_output_handler_that_fails_leaves_no_work_in_the_core(text_llama: Pat
 
 def test_a_second_reader_is_told_so_at_once_and_the_first_reads_on(on_engine: OnEngine) -> None:
     async def run(llm: AsyncLLM) -> None:
-        stream = await llm.submit("Once", LONG.clone(max_tokens=300), "shared")
+        stream = await llm.submit("Once", LONG.clone(max_tokens=100), "shared")
         reading = asyncio.create_task(gather_deltas(stream))
         await asyncio.sleep(0)
         with pytest.raises(EventLoopError, match=r"another task is reading .*'shared'"):
@@ -517,7 +517,7 @@ def test_a_second_reader_is_told_so_at_once_and_the_first_reads_on(on_engine: On
             await anext(outputs)
         await waiting
         await outputs.aclose()
-        assert len((await reading)[0][1]) == 300
+        assert len((await reading)[0][1]) == 100
         # One that has given up waiting is no reader any more.
         stream = await llm.submit("Once", LONG)
         with pytest.raises(TimeoutError):

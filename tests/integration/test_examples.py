@@ -12,8 +12,8 @@ from tests.integration.server_process import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("[0-9]*.py"))
-IN_SHORT = {"01_hello.py", "04_trace_a_run.py", "08_logits_processor.py", "09_errors.py"}
-"""Examples that `make test` runs; `make test-slow` runs the others."""
+IN_SHORT = {"04_trace_a_run.py", "08_logits_processor.py", "09_errors.py"}
+"""Examples that `make test` runs, beside the first block; `make test-slow` runs the others."""
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "observability.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL)

@@ -116,10 +116,18 @@ def test_death_of_the_core_during_generation(long_llama: Path, temporary: Path) 
     assert all(label in trace for label in labels)
 
 
+def engine_up(llm: LLM) -> float:
+    """What its metrics say of the core."""
+    (metric,) = [one for one in llm.get_metrics() if one.name == "isinglass_engine_up"]
+    return metric.value
+
+
 def test_death_of_an_idle_core(tiny_llama: Path, temporary: Path) -> None:
     with LLM(tiny_llama, skip_tokenizer_init=True, **SMALL) as llm:
+        assert engine_up(llm) == 1
         os.kill(llm.llm_engine.engine_core.core_pid, signal.SIGKILL)
-        wait_until(lambda: not is_running(llm.llm_engine.engine_core.core_pid), 5, "still running")
+        # Whoever watches the endpoint learns of it without a request.
+        wait_until(lambda: engine_up(llm) == 0, 10, "the engine is still up")
         with pytest.raises(EngineDeadError) as caught:
             llm.generate([[5]], use_tqdm=False)
         assert caught.value.exit_code == -signal.SIGKILL
@@ -261,26 +269,27 @@ say("left", os.listdir(os.environ["TMPDIR"]))
         running.assert_nothing_left()
 
 
-@pytest.mark.parametrize("num_free", [1, 4, 8, 12])
-def test_too_few_file_descriptors(num_free: int, tiny_llama: Path) -> None:
-    body = f"""
+def test_too_few_file_descriptors(tiny_llama: Path) -> None:
+    """However far the start comes with those that there are."""
+    body = """
 import os, resource
 import engine.transport.mp_client, engine.frontend.llm_engine
 from engine import EngineStartError
-used = len(os.listdir("/proc/self/fd"))
 before = sorted(os.listdir("/proc/self/fd"))
-resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + {num_free}, 1 << 12))
-try:
-    start()
-except EngineStartError as error:
-    say("refused", "Too many open files" in str(error) and "ulimit -n" in str(error))
-say("as before", sorted(os.listdir("/proc/self/fd")) == before)
+for num_free in (1, 4, 8, 12):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + num_free, 1 << 12))
+    try:
+        start()
+    except EngineStartError as error:
+        say("refused", "Too many open files" in str(error) and "ulimit -n" in str(error))
+    say("as before", sorted(os.listdir("/proc/self/fd")) == before)
 resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 12, 1 << 12))
 say("tokens", *generate(start()))
 """
     with script(body, model=tiny_llama) as running:
-        assert running.wait_for("refused") == "True"
-        assert running.wait_for("as") == "before True"
+        for _ in range(4):
+            assert running.wait_for("refused") == "True"
+            assert running.wait_for("as") == "before True"
         assert len(running.wait_for("tokens").split()) == 5
         running.finish()
         running.assert_nothing_left()
@@ -365,7 +374,6 @@ say("good")
         ("with start() as llm:\n    raise RuntimeError('mine')", 1, "RuntimeError: mine"),
         ("llm = start()\nraise RuntimeError('mine')", 1, "RuntimeError: mine"),
         ("llm = start()\nimport sys\nsys.exit(7)", 7, ""),
-        ("llm = start()\ngenerate(llm)", 0, ""),
         ("start()\nsay('dropped')", 0, ""),
         # A fork that ends must not take the parent's engine down.
         (
@@ -376,7 +384,7 @@ say("good")
             "",
         ),
     ],
-    ids=["raises-in-with", "raises", "exits", "ends", "drops", "forks"],
+    ids=["raises-in-with", "raises", "exits", "drops", "forks"],
 )
 def test_ends_of_scripts(body: str, code: int, said: str, tiny_llama: Path) -> None:
     with script(body, model=tiny_llama) as running:

@@ -100,15 +100,6 @@ def test_a_killed_core_leaves_the_callers_copy(
     llm.shutdown()
 
 
-def test_an_idle_engine_whose_core_is_killed_is_shown_as_down(tiny_llama: Path) -> None:
-    """Whoever watches the endpoint learns of it without a request."""
-    llm = LLM(tiny_llama, **SETTINGS)
-    assert counter(llm, "isinglass_engine_up") == 1
-    os.kill(core_pid(llm), signal.SIGKILL)
-    wait_until(lambda: counter(llm, "isinglass_engine_up") == 0, 10.0, "the engine is still up")
-    llm.shutdown()
-
-
 @pytest.mark.slow
 def test_a_crash_in_the_core_is_written_down_by_the_core(tiny_llama: Path, tmp_path: Path) -> None:
     """A processor that raises for the whole batch ends the engine; the step is on record."""

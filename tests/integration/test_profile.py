@@ -240,7 +240,8 @@ def test_an_unwritable_folder_is_an_error_and_the_engine_lives(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    with LLM(tiny_llama, profiler_dir=tmp_path / "file" / "profiles", **SETTINGS) as llm:
+    folder = tmp_path / "file" / "profiles"
+    with LLM(tiny_llama, enable_multiprocessing=False, profiler_dir=folder, **SETTINGS) as llm:
         with pytest.raises(ProfilerError, match="set profiler_dir to a folder"):
             llm.start_profile()
         assert generate(llm, 3)

@@ -1,5 +1,6 @@
 """Finding models and reading their configuration; nothing here may import torch."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -27,6 +28,13 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
 }
 QWEN2 = LLAMA | {
     "architectures": ["Qwen2ForCausalLM"],
@@ -79,7 +87,7 @@ def test_generation_config_gives_defaults_and_more_ends(tmp_path: Path) -> None:
         ({"rope_type": "dynamic", "factor": 4.0}, 16384),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
         ({"rope_type": "yarn", "factor": 4.0}, 16384),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
+        (LLAMA3_ROPE, 4096),
         ({"type": "su", "original_max_position_embeddings": 1024}, 1024),
         ({"rope_type": "default"}, 4096),
     ],
@@ -137,6 +145,67 @@ def test_bad_sizes_are_named(key: str, value: Any, tmp_path: Path) -> None:
         read(tmp_path, LLAMA | {key: value})
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("eos_token_id", ["x", [None, "a"], 1.5, {}]),
+        ("bos_token_id", ["x", [1], True]),
+        ("temperature", ["hot", [1], float("nan")]),
+        ("max_new_tokens", ["x", 1.5]),
+    ],
+)
+def test_wrong_kinds_of_values_are_named_with_their_file(
+    key: str, values: list[Any], tmp_path: Path
+) -> None:
+    for value in values:
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key} must be"):
+            read(tmp_path, LLAMA, {key: value})
+        if key.endswith("_id"):
+            with pytest.raises(CheckpointError, match=rf"/config\.json: {key} must be"):
+                read(tmp_path, LLAMA | {key: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 1}, "rope_theta must be a number above 1"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor must be"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 10**30}}, "factor must be"),
+        ({"rope_scaling": {"rope_type": "divisors"}}, "rope_type must be"),
+        ({"num_hidden_layers": 10**9}, "at most 65536"),
+        ({"intermediate_size": [64, "x"]}, "intermediate_size must be"),
+        ({"sliding_window": 5, "layer_types": ["x"]}, "layer_types has 1 entries for 4 layers"),
+    ],
+)
+def test_values_that_no_model_can_have_are_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, LLAMA | changes)
+
+
+WRONG: list[Any] = [None, "x", [], {}, [None, "a"], {"a": 1}, -1, 0, 1.5, True, 10**30, [[]], 1e300]
+
+
+def test_no_value_of_any_key_raises_anything_but_an_error_of_ours(tmp_path: Path) -> None:
+    rope = LLAMA3_ROPE | {"rope_theta": 1.0, "type": "yarn", "beta_fast": 1.0}
+    configs = [
+        (QWEN2 | {"rope_scaling": rope, "layer_types": ["x"] * 4, "dtype": "x"}) | {key: value}
+        for value in WRONG
+        for key in (
+            *(*QWEN2, "layer_types", "dtype", "rope_scaling", "rope_parameters", "rms_norm_eps"),
+            *("hidden_act", "head_dim", "quantization_config", "use_sliding_window"),
+        )
+    ]
+    configs += [QWEN2 | {"rope_scaling": rope | {key: value}} for value in WRONG for key in rope]
+    num_read = 0
+    for config in configs:
+        with contextlib.suppress(CheckpointError, UnsupportedModelError):
+            read(tmp_path, config)
+            num_read += 1
+    assert 0 < num_read < len(configs)
+
+
 def test_unreadable_and_unsupported_configurations(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="architectures"):
         read(tmp_path, LLAMA | {"architectures": []})
@@ -151,6 +220,9 @@ def test_unreadable_and_unsupported_configurations(tmp_path: Path) -> None:
         read_model_config(ModelSource("test", "folder", tmp_path))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="JSON object"):
+        read_model_config(ModelSource("test", "folder", tmp_path))
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deep"):
         read_model_config(ModelSource("test", "folder", tmp_path))
 
 
@@ -202,7 +274,7 @@ def test_a_hub_name_is_fetched_with_its_revision(
     def snapshot_download(name: str, **options: Any) -> str:
         calls.append((name, options["revision"], options["cache_dir"]))
         if name == "some/broken":
-            raise OSError("no route to host")
+            raise OSError("no route\nto host")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

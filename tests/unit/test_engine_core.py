@@ -1,5 +1,6 @@
 """Engine core over a fake executor: the loop at both depths, start-up, aborts, utilities."""
 
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,12 +304,16 @@ def test_the_ids_of_two_clients_go_to_their_own_packages(model: Path) -> None:
     assert seen == {0: {"r0", "r2"}, 1: {"r1", "r3"}}
 
 
-def test_utilities_by_name_and_no_others(model: Path) -> None:
+def test_utilities_by_name_and_no_others(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("isinglass"), "propagate", True)
     recorder = Recorder()
     core = make_core(model, obs=recorder)
     add(core, message("r", [1] * 12, ignore_eos=True, max_tokens=2))
     core.step()
     assert core.call_utility("reset_prefix_cache", []) is False
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING], "it is answered"
     run(core)
     assert core.call_utility("reset_prefix_cache", []) is True
     assert [e.value for e in recorder.events if e.kind is Event.RESET_PREFIX_CACHE] == [3]

@@ -1,7 +1,9 @@
 """The instrument: null, live and recording; spans, groups, threads, failure and price."""
 
+import errno
 import inspect
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -508,6 +510,30 @@ def test_a_recording_that_cannot_begin_raises_and_changes_nothing(tmp_path: Path
     assert not NULL.start_recording(str(tmp_path / "null"))
 
 
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_a_recording_on_a_full_disk_raises_and_leaves_no_file(
+    num_good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obs = setup(ObservabilityConfig(), role=Role.CORE)
+    write, written = os.write, []
+
+    def write_what_fits(file: int, data: bytes) -> int:
+        written.append(len(data))
+        if len(written) > num_good:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    num_files = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr("instrumentation.journal.os.write", write_what_fits)
+        with pytest.raises(OSError, match="No space left"):
+            obs.start_recording(str(tmp_path / "run"))
+    assert list((tmp_path / "run").iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert obs.start_recording(str(tmp_path / "run"))
+    obs.close()
+
+
 def test_a_recording_that_failed_can_be_ended_and_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -521,6 +547,7 @@ def test_a_recording_that_failed_can_be_ended_and_begun_again(
         assert obs.flush()
     assert obs.num_drops() == 3, "what it missed since"
     obs.stop_recording()
+    assert obs.early_end == "it could not be written: integer division or modulo by zero"
     obs.step(a_step(5))
     assert obs.flush()
     assert obs.num_drops() == 3, "it is no longer missed"

@@ -285,6 +285,9 @@ def test_a_recording_ends_at_its_size_and_says_so(
     assert obs.num_drops() == 0, "an end that was asked for is no loss"
     assert obs.telemetry_errors() == {}
     assert not obs.stop_recording()
+    assert obs.early_end == "it had reached trace_max_bytes"
+    assert not obs.stop_recording()
+    assert not obs.early_end, "it is told once"
     assert obs.start_recording(str(tmp_path)), "the next one may begin"
     write_steps(obs, range(5))
     obs.close()

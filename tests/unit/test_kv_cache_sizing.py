@@ -39,6 +39,10 @@ def test_the_context_is_reduced_to_the_pool_and_said_so(caplog: pytest.LogCaptur
         got = size(num_blocks_override=10, max_model_len=161)
     assert got.max_model_len == 160
     assert "from 161 to 160" in caplog.text
+    assert "Raise num_gpu_blocks_override to keep it" in caplog.text
+    caplog.clear()
+    assert size(available_bytes=10 * SPEC.block_bytes, max_model_len=161).max_model_len == 160
+    assert "Raise gpu_memory_utilization or kv_cache_memory_bytes to keep it" in caplog.text
     caplog.clear()
     assert size(num_blocks_override=10, max_model_len=160).max_model_len == 160
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

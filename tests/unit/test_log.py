@@ -143,3 +143,18 @@ def test_a_dead_process_is_quoted_by_what_its_lines_say(
     assert tail[3].startswith("Traceback")
     assert tail[-6:] == ("ValueError: broken", *others)
     assert capsys.readouterr().err.splitlines() == lines, "they pass through as they are"
+
+
+def test_a_process_without_standard_error_logs_to_nobody(
+    own_root: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one has that was started with `2>&-`; what its core says is kept for the report."""
+    monkeypatch.setattr("sys.stderr", None)
+    configure("info", role="caller", own_process=True)
+    own_root.info("loaded")
+    process = object.__new__(SpawnedProcess)
+    process._log = deque(maxlen=40)
+    stderr = io.BytesIO(b"one\ntwo\n")
+    process._process = SimpleNamespace(stderr=stderr, poll=lambda: None)  # type: ignore[assignment]
+    process._forward_log()
+    assert process.log_tail() == ("one", "two")

@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from traces.picture import WIDTH, draw, write_picture
 from traces.picture_window import LEFT, MAX_REQUESTS, RIGHT, Window, ticks
 from traces.request_slices import request_slices
 from traces.requests import request_timelines
+from traces.svg import text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 THREADS = ("caller", "core loop", "worker")
@@ -37,6 +39,23 @@ def names(elements: list[ElementTree.Element]) -> Counter[str]:
 
 def texts(root: ElementTree.Element) -> list[str]:
     return [one.text or "" for one in root.iter(f"{SVG}text")]
+
+
+def box(one: ElementTree.Element) -> tuple[float, float, float, float]:
+    """What a text covers at most: left, top, right and bottom."""
+    size, weight = float(one.get("font-size", "nan")), int(one.get("font-weight", "400"))
+    width = text_width(one.text or "", size, weight=weight)
+    share = {"start": 0.0, "middle": 0.5, "end": 1.0}[one.get("text-anchor", "start")]
+    left, base = float(one.get("x", "nan")) - share * width, float(one.get("y", "nan"))
+    return left, base - 0.7 * size, left + width, base
+
+
+def lines(root: ElementTree.Element) -> list[list[tuple[float, float]]]:
+    """The corners of what leads from a text to its slice, and of the counters' curves."""
+    strokes = ("#2b303b", "#5b95d1", "#8a6cc0")
+    found = [one.get("d", "") for one in root.iter(f"{SVG}path") if one.get("stroke") in strokes]
+    numbers = [[float(number) for number in re.findall(r"[-\d.]+", one)] for one in found]
+    return [list(zip(one[::2], one[1::2], strict=True)) for one in numbers]
 
 
 def run_command(*arguments: str) -> int:
@@ -76,7 +95,8 @@ def test_every_slice_of_the_window_is_drawn_once(
     )
     assert names(slices(root, "phase")) == phases
     assert phases.keys() < set(texts(root))
-    shown = [text.removeprefix("request ") for text in texts(root) if text.startswith("request ")]
+    tips = [one.findtext(f"{SVG}title") or "" for one in root.iter(f"{SVG}rect")]
+    shown = [tip.removeprefix("request ") for tip in tips if tip.startswith("request ")]
     timelines = {one.request_id: one for one in request_timelines(run)}
     showing = [
         one
@@ -134,6 +154,46 @@ def test_queue_prefill_and_decode_are_called_out_with_the_requests_own_times(
     ]
     found = texts(root)
     assert any(set(three) <= set(found) for three in headings)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_text_is_cut_off_or_struck_through(tmp_path: Path, seed: int) -> None:
+    write_synthetic_run(tmp_path, seed=seed, num_requests=20)
+    run = read_run(tmp_path)
+    for timeline in run.timelines:
+        timeline.request_id = f"chatcmpl-{timeline.request_num:024x}/{timeline.request_num}"
+    length_ms = (max(step.end_ns for step in run.steps) - run.steps[0].begin_ns) / 1e6
+    chance = random.Random(seed)
+    num_stepped_down = 0
+    for _ in range(20):
+        begin_ms = chance.uniform(-0.05, 0.9) * length_ms
+        end_ms = begin_ms + chance.choice([1.0, 0.1, 0.01]) * length_ms
+        root = ElementTree.fromstring(draw(run, begin_ms=begin_ms, end_ms=max(end_ms, 0.001)))
+        boxes = [box(one) for one in root.iter(f"{SVG}text")]
+        assert all(left >= 0 and right <= WIDTH for left, _, right, _ in boxes)
+        for corners in lines(root):
+            num_stepped_down += len(corners) == 3 and corners[1][1] - corners[2][1] > 20
+            for (x, y), (end_x, end_y) in pairwise(corners):
+                for left, top, right, bottom in boxes:
+                    is_beside = max(x, end_x) < left or min(x, end_x) > right
+                    assert is_beside or max(y, end_y) < top or min(y, end_y) > bottom
+        names_shown = [one for one in texts(root) if one.startswith("…")]
+        assert len(set(names_shown)) == len(names_shown)
+    assert num_stepped_down
+
+
+def test_requests_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    write_synthetic_run(tmp_path, seed=20, num_requests=MAX_REQUESTS + 3)
+    run = read_run(tmp_path)
+    zero_ns = run.steps[0].begin_ns
+    begin_ms = min(0.0, *((one.arrival_ns - zero_ns) / 1e6 for one in run.timelines))
+    root = ElementTree.fromstring(draw(run, begin_ms=begin_ms))
+    assert "and 3 more requests, which the Perfetto file has" in texts(root)
+    write_synthetic_run(tmp_path / "few", seed=20, num_requests=MAX_REQUESTS)
+    assert not any(
+        "more requests" in one
+        for one in texts(ElementTree.fromstring(draw(read_run(tmp_path / "few"))))
+    )
 
 
 def test_same_run_same_picture_without_anything_from_outside(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import shutil
 import time
 from pathlib import Path
@@ -199,6 +200,28 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_profile_on_a_full_disk_says_so(tmp_path: Path) -> None:
+    """No file may grow beyond a limit: a part that torch has begun stays unfinished."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    profiler = make_profiler()
+    profiler.start(options(tmp_path))
+    step(profiler, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        for number in range(2, 5):
+            step(profiler, number)
+        if profiler.is_running:
+            profiler.stop()
+        assert profiler.close(30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    status = profiler.status()
+    assert status.state is ProfileState.FAILED
+    assert "File too large" in status.error
+    assert "could not be written" in status.error
+    assert not list(tmp_path.glob("*/*.tmp"))
+
+
 def test_a_profile_that_cannot_be_written_fails_and_steps_go_on(tmp_path: Path) -> None:
     profiler = make_profiler()
     profiler.start(options(tmp_path / "gone"))

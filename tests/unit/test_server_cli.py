@@ -1,6 +1,7 @@
 """`isinglass serve`'s command line and config file: what is taken, what wins, what is refused."""
 
 import argparse
+import signal
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from engine.api.cli import build_parser, main
 from engine.attention.registry import attention_backend_names
 from engine.config import ATTENTION_BACKENDS, GROUPS, EngineConfig
 from engine.errors import ConfigError
+from engine.server.chat_templates import load_chat_template
 from engine.server.config import ServerConfig
 from engine.server.config_file import read_config_file
+from engine.server.listening import listening
 
 LISTS = {"port": False, "max_model_len": False, "served_model_name": True, "model": False}
 
@@ -29,6 +32,17 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, dict[str
 
     monkeypatch.setattr("engine.server.serve.run_server", run)
     return seen
+
+
+def test_a_signal_before_there_is_a_server_ends_the_command_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "engine.server.serve.run_server", lambda *_: signal.raise_signal(signal.SIGTERM)
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["serve"])
+    assert ended.value.code == 0
 
 
 def serve_parser() -> argparse.ArgumentParser:
@@ -65,7 +79,6 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(
     file.write_text(
         "# a comment\nmodel: from-file\nport: 9000\nhost: 0.0.0.0\nmax-num-seqs: 7\n"
         "served_model_name: [a, b]\napi-key: one-alone\nenable_docs: no\nshutdown-timeout: 5\n"
-        "max_model_len: null\n"
     )
     assert main(["serve", "--config", str(file), "--port", "1", "--api-key", "k1", "k2"]) == 0
     assert main(["serve", "on-line", "--config", str(file), "--max-num-seqs", "3"]) == 0
@@ -104,7 +117,10 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ("port: !!python/object/apply:os.getcwd []", "is not YAML: could not determine"),
         ("port: *nobody", "is not YAML"),
         ("\x00", "is not YAML"),
+        ("[" * 2000, "is nested too deep"),
         ("7: 1", "unknown setting '7'"),
+        ("model: x\nmax-model-len:", "max-model-len has no value; leave the line out for the def"),
+        ("served_model_name: null", "served_model_name has no value"),
     ],
 )
 def test_what_a_file_must_not_be(text: str, message: str, tmp_path: Path) -> None:
@@ -138,6 +154,40 @@ def test_values_are_checked_as_those_of_flags(
     assert main(["serve", "--config", str(file)]) == 1
     assert capsys.readouterr().err == f"isinglass: error: {file}: {message}\n"
     assert not served
+
+
+@pytest.mark.usefixtures("ascii_locale")
+def test_files_are_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    file, template = tmp_path / "serve.yaml", tmp_path / "chat.jinja"
+    file.write_text("# größer\nserved_model_name: größer\n", encoding="utf-8")
+    assert read_config_file(str(file), LISTS) == {"served_model_name": ["größer"]}
+    template.write_text("größer", encoding="utf-8")
+    assert load_chat_template(ServerConfig(chat_template=str(template))) == "größer"
+
+
+def test_a_template_that_is_none_ends_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% if %}")
+    for given in ("{% if %}", str(file), "{{ " + "(" * 3000):
+        with pytest.raises(ConfigError, match=r"^chat_template: the chat template"):
+            load_chat_template(ServerConfig(chat_template=given))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host": "a" * 300}, "cannot listen at aaa.*label too long"),
+        ({"host": "a\0b"}, "cannot listen at a"),
+        ({"uds": "a\0b"}, "cannot listen at a.*null"),
+        ({"uds": "/tmp/" + "a" * 300}, "cannot listen at /tmp/aaa.*too long"),
+        ({"uds": "/tmp/" + "a" * 150}, "cannot listen at /tmp/aaa.*too long"),
+    ],
+)
+def test_addresses_that_cannot_be_listened_at_are_told(
+    settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message), listening(ServerConfig(**settings)):
+        raise AssertionError("it listens")
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

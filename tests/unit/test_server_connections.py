@@ -1,8 +1,10 @@
 """Connections at their edges, over real sockets: heads without an end, silence, garbage, crowds."""
 
 import asyncio
+import email.utils
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -177,6 +179,18 @@ def test_an_answer_that_takes_long_is_not_cut_off(address: tuple[str, int]) -> N
     with connect(address) as connection:
         connection.sendall(b"GET /slow HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert answers_of(receive_all(connection)) == [(200, {"length": 0})]
+
+
+def test_an_answer_has_the_date_of_its_own_begin() -> None:
+    async def late(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(2.5)  # the date that is sent is up to a second old
+        await application(scope, receive, send)
+
+    with serving(app=late) as address, connect(address) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        sent_s = time.time()
+        (date,) = re.findall(rb"\r\ndate: ([^\r]+)\r\n", receive_all(connection))
+    assert email.utils.parsedate_to_datetime(date.decode()).timestamp() > sent_s
 
 
 def test_what_is_not_http_gets_an_error_of_the_usual_form(address: tuple[str, int]) -> None:
@@ -354,7 +368,10 @@ def test_too_many_connections_are_told_so_and_the_others_go_on() -> None:
             one.close()
 
 
-def test_a_body_that_nobody_waits_for_does_not_hold_the_connection() -> None:
+def test_a_body_that_nobody_waits_for_does_not_hold_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.server.http_protocol._DRAIN_S", 0.2)
     with serving() as address, connect(address) as connection:
         connection.sendall(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
         assert b"200 OK" in connection.recv(65536)
@@ -362,10 +379,10 @@ def test_a_body_that_nobody_waits_for_does_not_hold_the_connection() -> None:
         try:
             while time.monotonic() - began < 20:
                 connection.sendall(b"x")
-                time.sleep(0.2)
+                time.sleep(0.05)
         except OSError:
             pass  # as it should be
-        assert time.monotonic() - began < 10
+        assert 0.1 < time.monotonic() - began < 5
 
 
 # -- HTTP/1.0 --------------------------------------------------------------------------------------
@@ -465,10 +482,15 @@ def test_who_leaves_is_noticed_by_the_request_that_runs_and_counted_for_the_othe
 def test_each_refusal_is_told_once() -> None:
     told: list[int] = []
     clients: list[Any] = []
+    durations_s: list[float] = []
+    sizes: list[int] = []
 
-    def refused(error: ApiError, client: Any) -> None:
+    def refused(error: ApiError, client: Any, *, begin_ns: int, num_bytes: int) -> None:
         told.append(error.status)
         clients.append(client)
+        durations_s.append((time.monotonic_ns() - begin_ns) / 1e9)
+        sizes.append(num_bytes)
+        error.headers["X-Request-Id"] = f"id-{error.status}"
 
     with serving(refused=refused, max_connections=2) as address:
         for request, status in (
@@ -480,8 +502,10 @@ def test_each_refusal_is_told_once() -> None:
             with connect(address) as connection:
                 connection.sendall(request)
                 where = connection.getsockname()
-                receive_all(connection)
-            assert (told.pop(), clients.pop()) == (status, where)
+                head, _, body = receive_all(connection).rpartition(b"\r\n\r\n")
+            assert (told.pop(), clients.pop(), sizes.pop()) == (status, where, len(body))
+            assert b"\r\nX-Request-Id: id-%d" % status in head
+            assert (durations_s.pop() > 0.9 * TIMEOUT_S) == (status == 408)
             assert not told
         with connect(address) as connection:
             receive_all(connection)  # has said nothing
@@ -497,15 +521,18 @@ def test_a_body_that_is_none_ends_its_request() -> None:
     states: list[Any] = []
 
     async def read(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["shown_id"] = "mine"
         assert (await receive())["type"] == "http.disconnect"
         states.append(scope["state"])
 
     settings = {"app": read, "refused": lambda *one: told.append(one)}
     with serving(**settings) as address, connect(address) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nnonsense")
-        assert answers_of(receive_all(connection))[0][0] == 400
+        head, _, body = receive_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert b"\r\nX-Request-Id: mine\r\n" in head
     assert not told
-    assert states == [{"answered": 400}]
+    assert states == [{"shown_id": "mine", "answered": (400, len(body))}]
 
 
 def test_what_stands_behind_a_body_has_a_largest_size(address: tuple[str, int]) -> None:

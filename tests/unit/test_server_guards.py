@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from engine.errors import ConfigError
-from engine.server.auth import ApiKeys, load_api_keys
+from engine.server.auth import ApiKeys, load_api_keys, warn_of_readers
 from engine.server.config import ServerConfig
 from engine.server.errors import add_error_handlers
 from engine.server.live.files import PUBLIC_PATHS
@@ -139,7 +139,16 @@ def test_nothing_else_does(value: str | None) -> None:
 
 GUARDED = (
     *("/v1/models", "/metrics/", "/server_info", "/debug/flight", "/start_profile", "/live/events"),
-    *("/health/", "//health", "/Health", "/version/x", "/tokenize", "/nothing", "/v1/health"),
+    *(
+        "/load/",
+        "/health/",
+        "//health",
+        "/Health",
+        "/version/x",
+        "/tokenize",
+        "/nothing",
+        "/v1/health",
+    ),
 )
 
 
@@ -160,7 +169,8 @@ def test_probes_and_pages_are_open(path: str) -> None:
 def test_metrics_are_open_unless_guarded() -> None:
     for guarded, status in ((False, 200), (True, 401)):
         with TestClient(make_app(make_state(KEYS, guard_metrics=guarded))) as client:
-            assert client.get("/metrics").status_code == status
+            for path in ("/metrics", "/load"):
+                assert client.get(path).status_code == status
 
 
 def test_paths_below_a_proxys_prefix_are_those_that_routes_know() -> None:
@@ -186,11 +196,12 @@ def test_every_key_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
         assert compared == [(32, 32)] * 3
 
 
+@pytest.mark.usefixtures("ascii_locale")
 def test_keys_come_from_flag_environment_and_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "keys"
-    file.write_text("# people\nfrom-file-1\n\n  from-file-2  \n")
+    file.write_text("# Zoë's\nfrom-file-1\n\n  from-file-2  \n", encoding="utf-8")
     file.chmod(0o600)
     monkeypatch.setenv("ISINGLASS_API_KEY", "from-env-1, from-env-2")
     config = ServerConfig(api_key=("from-flag",), api_key_file=str(file))
@@ -199,7 +210,23 @@ def test_keys_come_from_flag_environment_and_file(
     for key in ("from-flag", "from-env-1", "from-env-2", "from-file-1", "from-file-2"):
         assert keys.accept(f"Bearer {key}".encode())
         assert key not in repr(vars(type(keys))) + str(keys._digests)
-    assert not keys.accept(b"Bearer # people")
+    assert not keys.accept("Bearer # Zoë's".encode())
+
+
+def test_a_file_of_keys_that_others_can_read_is_told_of_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("key\n")
+    config = ServerConfig(api_key_file=str(file))
+    warned: list[Any] = []
+    monkeypatch.setattr("engine.server.auth.logger.warning", lambda *said: warned.append(said))
+    for mode, num_warnings in ((0o600, 0), (0o644, 1), (0o640, 2)):
+        file.chmod(mode)
+        load_api_keys(config)  # more than once, and before logs are set up
+        warn_of_readers(config)
+        assert len(warned) == num_warnings
+    warn_of_readers(ServerConfig())
 
 
 @pytest.mark.parametrize("key", ["", "  ", "two words", "schlüssel", "tab\tbed"])
@@ -267,7 +294,12 @@ def test_preflights_need_no_key_and_refusals_can_be_read() -> None:
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://app.example"
         other = client.options("/v1/echo", headers=asks | {"Origin": "https://evil.example"})
+        assert other.status_code == 400
+        error = other.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "cors_refused")
+        assert error["message"].startswith("Disallowed CORS origin")
         assert "access-control-allow-origin" not in other.headers
+        assert "access-control-allow-methods" in other.headers
 
 
 def test_without_origins_there_is_no_cors() -> None:
@@ -311,7 +343,10 @@ def test_longer_ones_are_refused_whatever_they_say_of_themselves(size: int) -> N
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
 
 
-def test_a_refused_body_that_never_ends_is_answered_all_the_same() -> None:
+def test_a_refused_body_that_never_ends_is_answered_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.server.middleware._DRAIN_S", 0.2)
     app = make_app(make_state(max_body_bytes=LIMIT))
     headers = [(b"transfer-encoding", b"chunked")]
     assert call(app, Chunks([b"x" * LIMIT, b"yy"], ends=False), headers)[0] == 413

@@ -1,6 +1,7 @@
 """The life of a server over an engine that is none: what is heeded while others take their time."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 
 from engine import AsyncLLM
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, EngineStartError
 from engine.server import serve
 from engine.server.config import ServerConfig
 from engine.server.state import Phase, ServerState
+from engine.server.stop_signals import ended_by_signals
 from engine.types.attachment import CoreAttachment
 
 
@@ -68,6 +70,7 @@ def live(test: Callable[[FakeLLM, ServerState], Awaitable[int]]) -> None:
             finally:
                 llm.answer.cancel()  # lest a life that waits for it hangs
                 life.cancel()
+                gc.unfreeze()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     with serve.event_loop() as runner:
@@ -76,6 +79,7 @@ def live(test: Callable[[FakeLLM, ServerState], Awaitable[int]]) -> None:
 
 async def ask_to_stop(llm: FakeLLM, state: ServerState) -> int:
     assert state.phase is Phase.READY
+    assert gc.get_freeze_count() > 1000, "collections look at what came after the start alone"
     os.kill(os.getpid(), signal.SIGTERM)
     return 0
 
@@ -118,13 +122,10 @@ def test_neither_readiness_nor_the_end_waits_for_other_frontends(
     live(test)
 
 
-@pytest.mark.parametrize(("life", "least_s", "most_s"), [(0, 50, 60), (1, 0, 10)])
-def test_a_replacement_counts_its_start_from_its_own_beginning(
-    life: int, least_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told: list[float] = []
-    attachment = CoreAttachment(
-        directory=str(tmp_path),
+def attachment_of(folder: Path, *, life: int) -> CoreAttachment:
+    """To a core that has been started fifty seconds ago."""
+    return CoreAttachment(
+        directory=str(folder),
         client_index=1,
         first_request_num=0,
         core_pid=1,
@@ -132,15 +133,75 @@ def test_a_replacement_counts_its_start_from_its_own_beginning(
         death_fd=-1,
         life=life,
     )
+
+
+@pytest.mark.parametrize(("life", "least_s", "most_s"), [(0, 50, 60), (1, 0, 10)])
+def test_a_replacement_counts_its_start_from_its_own_beginning(
+    life: int, least_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[float] = []
     monkeypatch.setattr(serve, "announce", lambda *given: told.append(given[2]))
 
     async def test(llm: FakeLLM, state: ServerState) -> int:
-        llm.attachment = attachment
+        llm.attachment = attachment_of(tmp_path, life=life)
         await llm.is_asked.wait()
         return await ask_to_stop(llm, state)
 
     live(test)
     assert least_s <= told[0] < most_s
+
+
+def test_a_replacement_listens_once_it_can_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What comes before that is for the others, at the same socket."""
+    may_start = asyncio.Event()
+
+    async def start(self: FakeLLM) -> None:
+        await may_start.wait()
+
+    monkeypatch.setattr(FakeLLM, "start", start)
+
+    async def test(llm: FakeLLM, state: ServerState) -> int:
+        llm.attachment = attachment_of(tmp_path, life=1)
+        served: list[object] = []
+        serve_http = serve._Server.serve
+
+        async def note(self: serve._Server, sockets: list[socket.socket]) -> None:
+            served.append(sockets)
+            await serve_http(self, sockets)
+
+        monkeypatch.setattr(serve._Server, "serve", note)
+        await asyncio.sleep(0.1)
+        assert (state.phase, served) == (Phase.STARTING, [])
+        may_start.set()
+        await llm.is_asked.wait()
+        while not served:
+            await asyncio.sleep(0)
+        return await ask_to_stop(llm, state)
+
+    live(test)
+
+
+def test_a_replacement_that_is_not_wanted_any_more_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ends = asyncio.Event()
+
+    async def start(self: FakeLLM) -> None:
+        await ends.wait()
+        raise EngineStartError("turned away")
+
+    monkeypatch.setattr(FakeLLM, "start", start)
+    monkeypatch.setattr(FakeLLM, "kill", lambda _: ends.set())
+
+    async def test(llm: FakeLLM, state: ServerState) -> int:
+        llm.attachment = attachment_of(tmp_path, life=1)
+        await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    live(test)
 
 
 def test_a_warm_up_that_fails_is_told_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,3 +219,22 @@ def test_a_warm_up_that_fails_is_told_and_no_more(caplog: pytest.LogCaptureFixtu
         live(test)
     finally:
         root.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_before_there_is_a_loop_a_signal_ends_the_process_in_order(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, ended_by_signals():
+        signal.raise_signal(number)
+    assert ended.value.code == 0
+    assert signal.getsignal(number) is before
+
+
+def test_what_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with ended_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

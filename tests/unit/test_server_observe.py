@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from engine.server import loop_watch
 from engine.server.config import ServerConfig
 from engine.server.errors import ApiError, add_error_handlers
 from engine.server.exchange import shown_path
+from engine.server.live.files import FILES_ROUTE
 from engine.server.observe import NUM_REMEMBERED, Observation, ObserveMiddleware, observe
 from engine.server.route_names import RouteNames
 from engine.server.state import Phase
@@ -105,7 +107,7 @@ def answer(status: int = 200, *parts: bytes) -> Callable[..., Awaitable[None]]:
 def watched(app: Any, **settings: Any) -> tuple[ObserveMiddleware, Observation, FakeState]:
     state = FakeState(**settings)
     routes = FastAPI(openapi_url=None)
-    for path in ("/x", "/health", "/metrics"):
+    for path in ("/x", "/health", "/metrics", FILES_ROUTE):
         routes.add_api_route(path, lambda: None, methods=["GET"])
     routes.add_api_route("/v1/completions", lambda: None, methods=["POST"])
     observation = Observation(state, lambda: RouteNames(routes.routes))  # type: ignore[arg-type]
@@ -584,11 +586,13 @@ def test_probes_and_scrapes_are_no_news(access_lines: list[logging.LogRecord]) -
         middleware, _, _ = watched(answer())
         await Client("/health").call(middleware)
         await Client("/metrics").call(middleware)
+        await Client("/live/axis.js").call(middleware)
+        await Client("/live/blocks.js").call(middleware)
         silent, _, _ = watched(answer(), disable_access_log=True)
         await Client().call(silent)
 
     asyncio.run(run())
-    assert [one.levelno for one in access_lines] == [logging.DEBUG, logging.DEBUG]
+    assert [one.levelno for one in access_lines] == [logging.DEBUG] * 4
 
 
 def test_a_path_cannot_forge_a_line(access_lines: list[logging.LogRecord]) -> None:
@@ -691,7 +695,8 @@ def test_what_never_became_a_request_has_an_outcome_too(
     state = FakeState()
     state.phase = Phase.STARTING
     observation = Observation(state, lambda: RouteNames(()))  # type: ignore[arg-type]
-    observation.refuse(error, ("10.0.0.7", 4711))
+    begin_ns = time.monotonic_ns() - 3 * 10**9
+    observation.refuse(error, ("10.0.0.7", 4711), begin_ns=begin_ns, num_bytes=123)
     metrics = observation.metrics
     check_identity(metrics)
     assert values(metrics, "http_request_outcomes_total", "outcome") == {outcome: 1}
@@ -700,7 +705,13 @@ def test_what_never_became_a_request_has_an_outcome_too(
     reasons = {} if reason is None else {reason: 1}
     assert values(metrics, "http_requests_refused_total", "reason") == reasons
     (line,) = access_lines
-    assert line.getMessage().startswith(f'10.0.0.7 "- -" {error.status} {reason or outcome}, ')
+    told = re.fullmatch(
+        rf'10.0.0.7 "- -" {error.status} {reason or outcome}, 123 bytes, 3\.\d+ s, id (\w+)',
+        line.getMessage(),
+    )
+    assert told is not None
+    assert error.headers["X-Request-Id"] == told[1]
+    assert metrics.num_response_bytes == 123
 
 
 # -- what the connection knows better --------------------------------------------------------------
@@ -708,7 +719,7 @@ def test_what_never_became_a_request_has_an_outcome_too(
 
 async def breaks_off(scope: Any, receive: Any, send: Any) -> None:
     """Its body is none, and the connection says so itself."""
-    scope["state"]["answered"] = 400
+    scope["state"]["answered"] = 400, 17
     assert (await receive())["type"] == "http.disconnect"
     raise ClientDisconnect
 
@@ -724,6 +735,7 @@ def test_a_body_that_is_none_is_the_answer_that_its_client_got() -> None:
         check_identity(metrics)
         assert values(metrics, "http_request_outcomes_total", "outcome") == {"client_error": 1}
         assert values(metrics, "http_requests_total", "status") == {"400": 1}
+        assert metrics.num_response_bytes == 17
 
     asyncio.run(run())
 

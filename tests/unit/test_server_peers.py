@@ -17,10 +17,11 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
+from engine.api.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, IsinglassError
 from engine.frontend.observer import make_observer
-from engine.server import control, debug, peers
+from engine.server import chat, completions, control, debug, load, peers
 from engine.server.config import ServerConfig
 from engine.server.errors import add_error_handlers
 from engine.server.live import others
@@ -63,6 +64,7 @@ class FakeEngine:
             death_fd=0,
             run_dir=run_dir,
         )
+        self.early_end = ""
         self._nums = itertools.count(self.attachment.first_request_num)
         self.recorded: list[str] = [] if run_dir is None else [run_dir]
         self.is_recording = run_dir is not None
@@ -121,8 +123,10 @@ class Frontend:
         add_error_handlers(self.app)
         observation = observe(self.app, self.state, lambda: RouteNames(self.app.routes))
         self.app.include_router(control.router)
-        self.app.include_router(debug.router)
+        for routes in (debug, load, completions, chat):
+            self.app.include_router(routes.router)
         debug.answer_peers(self.peers, self.state, observation)
+        load.answer_peers(self.peers, self.state)
         self.state.recording.answer_peers()
         self.feed = LiveFeed(self.state)
         self.peers.tellers["live"] = self.feed.tell_other
@@ -444,6 +448,39 @@ async def test_whoever_comes_up_later_does_as_the_others_do(folder: Path) -> Non
 
 
 @on_loop
+async def test_whoever_comes_up_records_where_the_others_do(folder: Path) -> None:
+    async with frontends(folder, 2, 3) as (one, _):
+        await one.ask("POST", "/start_trace")
+        late = Frontend(folder, 3, 3, run_dir="runs/run-0")
+        await late.peers.start()
+        await late.state.recording.catch_up()
+        assert late.engine.is_recording
+        assert late.engine.recorded == ["runs/run-0", "runs/run-1"]
+        assert late.state.recording.run_dir == "runs/run-1"
+        await late.peers.close()
+
+
+@on_loop
+async def test_a_frontend_that_has_not_started_takes_no_part_and_catches_up(folder: Path) -> None:
+    async with frontends(folder, 1, 2) as (one,):
+        starting = Frontend(folder, 2, 2, run_dir="runs/run-0")
+        one.engine.recorded, one.engine.is_recording = ["runs/run-0"], True
+        one.state.recording.run_dir = "runs/run-0"
+        unstarted = AsyncLLM(attachment=starting.engine.attachment)
+        with pytest.MonkeyPatch.context() as patch, errors_of_ours() as errors:
+            for name in ("join_recording", "leave_recording"):
+                patch.setattr(starting.engine, name, getattr(unstarted, name))
+            await starting.peers.start()
+            for path in ("/stop_trace", "/start_trace"):
+                answer = await one.ask("POST", path)
+                assert (answer.status_code, answer.json()["frontends"]["recorded"]) == (200, [1])
+            assert not errors
+        await starting.state.recording.catch_up()
+        assert starting.engine.recorded == ["runs/run-0", "runs/run-1"]
+        await starting.peers.close()
+
+
+@on_loop
 async def test_what_others_said_before_a_recording_began_does_not_end_it(folder: Path) -> None:
     async with frontends(folder, 2, 2) as (one, two):
         answered, begun = asyncio.Event(), asyncio.Event()
@@ -459,6 +496,40 @@ async def test_what_others_said_before_a_recording_began_does_not_end_it(folder:
         begun.set()
         await catching_up
         assert one.engine.is_recording
+
+
+# -- how much there is to do -----------------------------------------------------------------------
+
+
+def arrive(frontend: Frontend, method: str, path: str) -> Callable[[], None]:
+    """A request's headers have come; what is returned ends it."""
+    observation = frontend.state.observation
+    exchange = observation.begin(
+        {"type": "http", "method": method, "path": path, "headers": [], "client": None}
+    )
+    return lambda: observation.end(exchange, None)
+
+
+@on_loop
+async def test_the_load_is_that_of_all_frontends(folder: Path) -> None:
+    async with frontends(folder, 2, 2) as (one, two):
+        ends = [
+            arrive(frontend, "POST", path)
+            for frontend in (one, two, two)
+            for path in ("/v1/completions", "/v1/chat/completions")
+        ]
+        for path in ("/v1/models", "/debug/requests", "/load", "/v1/completions", "/nothing"):
+            arrive(two, "GET", path)  # which the engine has nothing to do with
+        arrive(one, "POST", "/v1/nothing")
+        both = {"frontends": {"answered": [1, 2], "silent": []}}
+        for num_left in range(6, 4, -1):
+            for asked in (one, two):
+                assert (await asked.ask("GET", "/load")).json() == {"server_load": num_left} | both
+            ends.pop()()
+        await two.peers.close()
+        alone = (await one.ask("GET", "/load")).json()
+        assert (alone["server_load"], alone["frontends"]["silent"]) == (2, [2])
+        assert "frontend 2 has not answered" in alone["frontends"]["note"]
 
 
 # -- the live view ---------------------------------------------------------------------------------

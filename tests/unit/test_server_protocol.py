@@ -18,7 +18,7 @@ from engine.errors import (
     SamplingParamsError,
     TokenizerError,
 )
-from engine.frontend.chat_template import check_messages
+from engine.frontend.chat_messages import check_messages
 from engine.frontend.token_bytes import new_utf8_decoder
 from engine.server.chat import chat_params
 from engine.server.completions import completion_params

@@ -1,6 +1,7 @@
-"""The processes of several frontends: how the server ends when they do not come up. No process."""
+"""Processes of several frontends: how they are replaced, how the server ends. No real process."""
 
 import asyncio
+import os
 import signal
 import socket
 import threading
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError, EngineStartError
+from engine.server import stop_signals
 from engine.server import supervisor as module
 from engine.server.config import ServerConfig
+from engine.server.peers import Peers
 from engine.server.queue_board import QueueBoard
 from engine.server.serve import run_server
 from engine.server.supervisor import Supervisor
@@ -22,19 +25,24 @@ from engine.server.supervisor import Supervisor
 class FakeFrontend:
     """A process that ends when it is told to."""
 
+    ended_by: tuple[int, ...] = (signal.SIGTERM, signal.SIGKILL)
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self._end = threading.Event()
+        self.exit_code: int | None = None
 
     def wait(self) -> int:
         assert self._end.wait(10)
-        return -signal.SIGTERM
+        assert self.exit_code is not None
+        return self.exit_code
 
     def send_signal(self, number: int) -> None:
-        assert number == signal.SIGTERM
-        self._end.set()
+        if number in self.ended_by and self.exit_code is None:
+            self.exit_code = -number
+            self._end.set()
 
     def kill(self) -> None:
-        self._end.set()
+        self.send_signal(signal.SIGKILL)
 
 
 class FakeClient:
@@ -44,13 +52,13 @@ class FakeClient:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.core = SimpleNamespace(directory="", pid=1, death_read=0, is_dead=False)
-        self.was_shut_down = False
+        self.was_shut_down = self.was_killed = False
 
     def wait_ready(self) -> None:
         raise self.error
 
     def kill(self) -> None:
-        raise AssertionError("it has ended by itself")
+        self.was_killed = True
 
     def shutdown(self) -> None:
         self.was_shut_down = True
@@ -63,6 +71,12 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     monkeypatch.setattr(module, "configure", lambda *_, **__: None)
     with socket.socket() as listener:
         return Supervisor(ServerConfig(api_server_count=2), {}, listener)
+
+
+def client_of(supervisor: Supervisor) -> FakeClient:
+    client: Any = supervisor._client
+    assert isinstance(client, FakeClient)
+    return client
 
 
 @pytest.mark.parametrize(
@@ -80,7 +94,8 @@ def test_whatever_keeps_the_core_from_coming_up_is_told_and_ends_the_server(
     code = asyncio.run(asyncio.wait_for(supervisor.run(), 10))
     assert code == 1
     assert lines == [f"the engine did not start: {told}"]
-    assert supervisor._client.was_shut_down  # type: ignore[attr-defined]
+    assert client_of(supervisor).was_shut_down
+    assert not client_of(supervisor).was_killed, "it has ended by itself"
 
 
 def test_a_frontend_that_cannot_be_spawned_is_what_is_raised(
@@ -91,16 +106,15 @@ def test_a_frontend_that_cannot_be_spawned_is_what_is_raised(
 
     monkeypatch.setattr(module, "SpawnedProcess", fail)
     monkeypatch.setattr(FakeClient, "wait_ready", lambda _: None)
-    monkeypatch.setattr(FakeClient, "kill", lambda _: None)
     with pytest.raises(EngineStartError, match="too many open files"):
         asyncio.run(supervisor.run())
-    assert supervisor._client.was_shut_down  # type: ignore[attr-defined]
+    assert client_of(supervisor).was_shut_down
 
 
 def test_what_waited_at_a_frontend_that_died_waits_no_more(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    lives: list[tuple[int, int]] = []
+    lives: list[tuple[int, int, str | None]] = []
 
     class DyingFrontend(FakeFrontend):
         """The first dies, all others stay."""
@@ -109,7 +123,10 @@ def test_what_waited_at_a_frontend_that_died_waits_no_more(
 
         def __init__(self, _: str, arguments: dict[str, Any], **__: Any) -> None:
             super().__init__()
-            lives.append((arguments["attachment"]["client_index"], arguments["attachment"]["life"]))
+            attachment = arguments["attachment"]
+            lives.append(
+                (attachment["client_index"], attachment["life"], attachment.get("run_dir"))
+            )
             type(self).num_started += 1
             self.dies = self.num_started == 1
 
@@ -125,7 +142,8 @@ def test_what_waited_at_a_frontend_that_died_waits_no_more(
     monkeypatch.setattr(
         FakeClient, "detach_client", lambda _, index: detached.append(index), raising=False
     )
-    supervisor._client.core.directory = str(tmp_path)  # type: ignore[union-attr]
+    supervisor._core.directory = str(tmp_path)
+    supervisor._run_dir = "runs/first"
     supervisor._config = ServerConfig(api_server_count=2, max_num_queued_reqs=4)
     monkeypatch.setattr(FakeClient, "wait_ready", lambda _: None)
     board, made = QueueBoard(str(tmp_path), 2), []
@@ -149,8 +167,143 @@ def test_what_waited_at_a_frontend_that_died_waits_no_more(
 
     assert asyncio.run(run()) == 0
     assert detached == [1]
-    assert lives == [(1, 0), (2, 0), (1, 1)]
+    # Whether that is still being recorded, only the others know.
+    assert lives == [(1, 0, "runs/first"), (2, 0, "runs/first"), (1, 1, None)]
     assert (board.others(2), board.others(1)) == ((0, 0), (3, 0))
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+class StoppedFrontend(FakeFrontend):
+    """One that does not get on, and heeds nothing."""
+
+    ended_by = (signal.SIGKILL,)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is waited for is waited for briefly."""
+    monkeypatch.setattr(module, "_END_S", 0.2)
+    monkeypatch.setattr(module, "_HURRY_S", 0.05)
+    monkeypatch.setattr(stop_signals, "_SAME_SIGNAL_S", 0.05)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_frontend_that_does_not_end_is_killed(
+    num_signals: int, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = iter([FakeFrontend(), StoppedFrontend()])
+    monkeypatch.setattr(module, "SpawnedProcess", lambda *_, **__: next(made))
+    monkeypatch.setattr(FakeClient, "wait_ready", lambda _: None)
+    timeout_s = 0.0 if num_signals == 1 else 60.0
+    supervisor._config = ServerConfig(api_server_count=2, shutdown_timeout=timeout_s)
+
+    async def run() -> int:
+        running = asyncio.create_task(supervisor.run())
+        async with asyncio.timeout(10):
+            while not supervisor._is_ready:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            assert not running.done()
+            if num_signals == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return await running
+
+    assert asyncio.run(run()) == (0 if num_signals == 1 else 128 + signal.SIGINT)
+    assert client_of(supervisor).was_killed == (num_signals == 2)
+    assert client_of(supervisor).was_shut_down
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_signal_gives_a_start_up(
+    heeds: bool, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up = threading.Event()
+    monkeypatch.setattr(module, "SpawnedProcess", FakeFrontend if heeds else StoppedFrontend)
+    monkeypatch.setattr(FakeClient, "wait_ready", lambda _: given_up.wait(10))
+    monkeypatch.setattr(FakeClient, "kill", lambda _: given_up.set())
+    supervisor._config = ServerConfig(api_server_count=2, shutdown_timeout=0.0)
+
+    async def run() -> int:
+        running = asyncio.create_task(supervisor.run())
+        async with asyncio.timeout(5):
+            while len(supervisor._frontends) < 2:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return await running
+
+    assert asyncio.run(run()) == 0
+    assert given_up.is_set()
+    assert client_of(supervisor).was_shut_down
+
+
+# -- replacements that do not start ----------------------------------------------------------------
+
+
+def test_a_replacement_that_does_not_start_is_tried_again_while_others_serve(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    num_started, lines = 0, []
+
+    class FailingFrontend(FakeFrontend):
+        """The first serves, all others end by themselves once the core is up."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            nonlocal num_started
+            num_started += 1
+            super().__init__()
+            if num_started in (4, 5):
+                raise OSError("no process to be had")
+            self.fails = num_started > 1
+
+        def wait(self) -> int:
+            while self.fails:
+                if supervisor._is_ready:
+                    self.exit_code = 1
+                    return 1
+                time.sleep(0.001)
+            return super().wait()
+
+    monkeypatch.setattr(module, "SpawnedProcess", FailingFrontend)
+    monkeypatch.setattr(module, "_DELAYS_S", (0, 0.02))
+    monkeypatch.setattr(module, "_POLL_S", 0.01)
+    monkeypatch.setattr(
+        module.logger, "error", lambda text, *values, **_: lines.append(text % values)
+    )
+    monkeypatch.setattr(FakeClient, "wait_ready", lambda _: None)
+    monkeypatch.setattr(FakeClient, "detach_client", lambda *_: None, raising=False)
+    supervisor._peers = Peers(str(tmp_path), 0, 2)
+    serves = True
+
+    async def is_ready() -> bool:
+        return serves
+
+    async def run() -> int:
+        nonlocal serves
+        first = Peers(str(tmp_path), 1, 2)
+        first.answerers["is_ready"] = is_ready
+        await first.start()
+        running = asyncio.create_task(supervisor.run())
+        async with asyncio.timeout(10):
+            while num_started < 3 * module._MAX_RESTARTS:
+                assert not running.done()
+                await asyncio.sleep(0.01)
+            serves = False  # from now on each counts
+            code = await running
+        await first.close()
+        return code
+
+    assert asyncio.run(run()) == 1
+    assert "again and again" in lines.pop()
+    retries = [line for line in lines if "the others serve meanwhile" in line]
+    assert len(retries) >= 3 * module._MAX_RESTARTS - 2
+    assert retries[0].startswith("frontend 2 does not stay up (exit code 1)")
+    assert "no process to be had" in retries[2]
+    assert sum("its requests are lost" in line for line in lines) == module._MAX_RESTARTS
 
 
 def test_one_port_of_metrics_is_not_for_several_frontends() -> None:

@@ -3,6 +3,8 @@ caller waits for ever, no scrape holds others up."""
 
 import asyncio
 import dataclasses
+import errno
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -42,6 +44,7 @@ class FakeEngine:
     observer = None
     attachment = None
     num_unfinished = 0
+    early_end = ""
 
     def __init__(self, **settings: Any) -> None:
         self.config = EngineConfig.from_kwargs(**settings)
@@ -177,6 +180,10 @@ def test_what_cannot_be_done_now_is_a_conflict() -> None:
             assert answer.status_code == 409, path
         engine.set("start_trace", ConfigError("trace_dir 'x' is not a folder"))
         assert (await ask(app, "POST", "/start_trace")).status_code == 500
+        engine.set("stop_trace", "runs/run-1")
+        engine.early_end = "this process's part ended early: it could not be written"
+        answer = await ask(app, "POST", "/stop_trace")
+        assert answer.json() == {"run_dir": "runs/run-1", "note": engine.early_end}
         engine.set("dump_flight_record", EngineDeadError("died; see /tmp/flight-crash.journal"))
         answer = await ask(app, "POST", "/debug/flight")
         assert answer.status_code == 503
@@ -215,6 +222,9 @@ def test_no_path_is_taken_from_a_client() -> None:
         engine.set("start_trace", "runs/run-1")
         for body in ({"folder": "/tmp/x"}, {"trace_dir": "/tmp/x"}, {"profiler_dir": "/tmp/x"}):
             assert (await ask(app, "POST", "/start_profile", json=body)).status_code == 400
+        assert (await ask(app, "POST", "/start_profile")).json() == {"profiles": []}
+        answer = await ask(app, "POST", "/start_profile", content=b"{}", headers={})
+        assert answer.status_code == 415, "bodies are read as strictly as those of other routes"
         answer = await ask(app, "POST", "/start_trace", params={"trace_dir": "/tmp/x"})
         assert answer.json() == {"run_dir": "runs/run-1"}
         for path in ("/debug/flight?path=/etc/passwd", "/debug/requests/..%2f..%2fetc%2fpasswd"):
@@ -284,6 +294,55 @@ def test_the_dead_are_read_once_and_a_number_of_another_users_is_not_ours(
         for pid in (1, 2):  # their files do not change any more
             (tmp_path / f"metrics.{pid:03}.{pid}").write_bytes(b"")
         owner[1] = owner[2] = None  # new processes with their numbers
+
+
+def test_a_full_disk_lets_no_total_fall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = {1: 0.0, 2: 0.0}
+    labels = {"model_name": "tiny", "engine": "0"}
+
+    def own(index: int) -> Callable[[], list[Metric]]:
+        return lambda: [Counter(FRONTEND_CPU.name, labels, seconds[index])]
+
+    shares = {index: MetricsShare(str(tmp_path), index, own(index)) for index in seconds}
+    # In one process both would have one file; the second stands for another process.
+    shares[2]._path = shares[2]._path.with_name(f"metrics.002.{os.getppid()}")
+    write_bytes, is_full = Path.write_bytes, False
+
+    def write(path: Path, data: bytes) -> int:
+        if is_full:
+            write_bytes(path, data[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    monkeypatch.setattr(logging.getLogger("isinglass"), "propagate", True)
+    seen = [0.0]
+    for number in range(12):
+        is_full = 4 <= number < 10
+        seconds[1 + number % 2] += 1
+        asked = shares[1 + number // 2 % 2]
+        (metric,) = asked.snapshot()
+        seen.append(metric.value)
+        assert seen[-1] >= seen[-2], "it fell"
+    (metric,) = shares[1].snapshot()
+    assert metric.value == 12, "what had not been written down is there once it can be"
+    warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(warnings) == 2, "one for each frontend"
+    assert "No space left" in warnings[0].getMessage()
+
+
+def test_what_another_frontend_said_counts_while_its_file_cannot_be_read(tmp_path: Path) -> None:
+    labels = {"model_name": "tiny", "engine": "0"}
+    other = tmp_path / f"metrics.002.{os.getppid()}"
+    other.write_bytes(encode_snapshot([Counter(FRONTEND_CPU.name, labels, 5)]))
+    share = MetricsShare(str(tmp_path), 1, lambda: [Counter(FRONTEND_CPU.name, labels, 1)])
+    assert [one.value for one in share.snapshot()] == [6]
+    other.write_bytes(b"no metrics")
+    assert [one.value for one in share.snapshot()] == [6]
+    other.unlink()
+    assert [one.value for one in share.snapshot()] == [6]
 
 
 def test_without_statistics_there_is_an_explanation() -> None:

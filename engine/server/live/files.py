@@ -22,7 +22,11 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+ICON_PATH = "/favicon.ico"
+"""What browsers ask for beside a page that names no icon."""
 _FOLDER = Path(__file__).parent / "page"
+FILES_ROUTE = "/live/{file}"
+"""One route for all of them, so that each has no series of its own."""
 
 
 class PageFile(NamedTuple):
@@ -40,6 +44,7 @@ def page_files() -> dict[str, PageFile]:
         if path.suffix in _TYPES
     }
     files["/"] = files.pop("/live/page.html")
+    files[ICON_PATH] = files["/live/icon.svg"]
     return files
 
 

@@ -7,12 +7,14 @@ import asyncio
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from engine.log import get_logger
 from engine.server.live.feed import LiveFeed
-from engine.server.live.files import HEADERS, PageFile, page_files
+from engine.server.live.files import FILES_ROUTE, HEADERS, ICON_PATH, page_files
 from engine.server.live.watcher import Watcher
+from engine.server.route_names import route_path
 from engine.server.state import ServerState
 
 logger = get_logger(__name__)
@@ -59,18 +61,19 @@ def make_router(state: ServerState) -> APIRouter:
     if state.peers is not None:
         state.peers.tellers["live"] = feed.tell_other
 
-    def add(path: str, file: PageFile) -> None:
-        async def serve_file() -> Response:
-            return Response(file.content, media_type=file.media_type, headers=HEADERS)
-
-        router.add_api_route(path, serve_file, methods=["GET", "HEAD"])
-
-    for path, file in page_files().items():
-        add(path, file)
+    files = page_files()
 
     @router.get("/live/events")
     async def events(request: Request) -> LiveStream:
         """The stream of snapshot and deltas; see `engine.server.live.feed`."""
         return LiveStream(feed, feed.join())
 
+    async def serve_file(request: Request) -> Response:
+        file = files.get(route_path(request.scope))
+        if file is None:
+            raise HTTPException(404)
+        return Response(file.content, media_type=file.media_type, headers=HEADERS)
+
+    for path in ("/", ICON_PATH, FILES_ROUTE):  # the stream is in front of them
+        router.add_api_route(path, serve_file, methods=["GET", "HEAD"])
     return router

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from engine.frontend.chat_template import text_of
+from engine.frontend.chat_messages import text_of
 from engine.server.tools.definitions import Tool
 
 Message = dict[str, Any]

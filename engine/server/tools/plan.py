@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from engine.frontend.chat_template import check_messages
+from engine.frontend.chat_messages import check_messages
 from engine.log import get_logger
 from engine.server.reasoning.registry import ReasoningFormat, find_reasoning_format
 from engine.server.tools.call_parser import CallParser

@@ -70,15 +70,17 @@ export class Lanes {
       c.fillStyle = hue(r.num, true);
       c.fillRect(xf, y, xe - xf, height);
     }
+    const hatched = [];
     for (let at = 0; at < r.preemptions.length; at += 2) {
-      this.#drawHatch(c, x(r.preemptions[at]), x(r.preemptions[at + 1] ?? stop), y, height);
+      hatched.push([x(r.preemptions[at]), x(r.preemptions[at + 1] ?? stop)]);
+      this.#drawHatch(c, ...hatched.at(-1), y, height);
     }
     if (r.first_token !== null) {
       c.fillStyle = colours.ink;
       c.fillRect(xf - 0.75, y, 1.5, height);
     }
-    const from = Math.max(xf, view.left);
-    if (height > 8) this.#drawLaneText(c, view, r, { from, to: xe, middle });
+    const [from, to] = widestGap(Math.max(xf, view.left), Math.min(xe, view.right), hatched);
+    if (height > 8) this.#drawLaneText(c, r, { from, to, middle });
     if (r.end !== null) this.#drawEnd(c, r, xe, middle, Math.min(4, height / 2.6));
     c.globalAlpha = 1;
   }
@@ -101,8 +103,8 @@ export class Lanes {
     c.restore();
   }
 
-  #drawLaneText(c, view, r, { from, to, middle }) {
-    const room = Math.min(to, view.right) - from - 14;
+  #drawLaneText(c, r, { from, to, middle }) {
+    const room = to - from - 14;
     if (room < 34) return;
     c.font = `10px ${SANS}`;
     c.textAlign = "left";
@@ -136,4 +138,16 @@ export class Lanes {
     if (!isGood) c.stroke();
     c.lineWidth = 1;
   }
+}
+
+/** The widest stretch from one end to the other that none of the pairs, in order, covers. */
+export function widestGap(from, to, covered) {
+  let widest = [from, from];
+  let begin = from;
+  for (const [left, right] of [...covered, [to, to]]) {
+    const end = Math.min(left, to);
+    if (end - begin > widest[1] - widest[0]) widest = [begin, end];
+    begin = Math.max(begin, right);
+  }
+  return widest;
 }

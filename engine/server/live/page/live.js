@@ -136,7 +136,7 @@ function showState() {
   let notice = "";
   if (state === "ended") {
     const reason = connection.detail || "no reason is known";
-    notice = `The engine is gone: ${reason}. The page shows its last moments.`;
+    notice = `The engine is gone, and the page shows its last moments:\n${reason}`;
   } else if (state === "refused") notice = connection.detail;
   else if (state === "lost") notice = "The server does not answer; what is shown is as of then.";
   else if (state === "live" && !model.hasStatistics) {
@@ -148,7 +148,7 @@ function showState() {
   $("#notice").hidden = notice === "";
   $("#notice").dataset.state = state;
   document.body.dataset.state = state;
-  $("#trace").hidden = !model.about?.has_debug_routes;
+  $("#trace").hidden = !model.about?.has_debug_routes || state === "ended";
 }
 
 function showRecording() {
@@ -156,7 +156,8 @@ function showRecording() {
   const notes = recording === null ? [] : [`recording into ${recording}`];
   if (recording === null || recording === traceNote.runDir) notes.push(traceNote.text);
   const note = notes.filter(Boolean).join(" · ");
-  write($("#trace-note"), shorten(note, 44));
+  const folder = recording ?? traceNote.runDir ?? "";
+  write($("#trace-note"), shorten(note.replace(folder, folder.split("/").at(-1)), 44));
   $("#trace-note").title = note;
   $("#trace").dataset.recording = String(recording !== null);
   write($("#trace"), recording === null ? "Record trace" : "Stop trace");
