@@ -300,10 +300,10 @@ def test_a_duration_ends_the_sending_and_waits_for_what_is_in_flight() -> None:
         opened = load(server, num_prompts=None, duration_s=0.5, request_rate=40.0)
     for run in (closed, opened):
         assert set(outcomes(run)) == {Outcome.OK}
-        assert max(record.sent_ns for record in run.records) - run.start_ns < 0.55e9
+        assert max(record.intended_ns for record in run.records) - run.start_ns < 0.55e9
         assert run.end_ns - run.start_ns > 0.5e9
         assert not run.interrupted
-    assert len(closed.records) == 6
+    assert 4 <= len(closed.records) <= 6  # a round less where the machine is slow
     assert 8 <= len(opened.records) <= 35
 
 

@@ -55,7 +55,8 @@ def test_the_wait_for_a_core_that_does_not_come_up_can_be_ended(connects: bool) 
         assert "shut down" in str(client.core.death())
         client.shutdown()
         client.kill()
-        assert len(list(Path("/proc/self/fd").iterdir())) == num_files
+        if not connects:  # else the socket above has descriptors that come and go
+            assert len(list(Path("/proc/self/fd").iterdir())) == num_files
         os.close(death_write)
 
 

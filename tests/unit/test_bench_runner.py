@@ -80,7 +80,7 @@ def test_ctrl_c_in_the_warm_up_begins_no_load(
     settings = LoadSettings(
         base_url="http://h", num_prompts=500, num_warmups=1, max_concurrency=max_concurrency
     )
-    prompts: Any = SimpleNamespace(prompt=lambda index: None)
+    prompts: Any = SimpleNamespace(prompt=lambda index: None, document=dict)
     monkeypatch.setattr(runner, "request_body", lambda prompt, settings, model: b"{}")
 
     async def load() -> tuple[Any, list[int]]:
@@ -98,7 +98,7 @@ def test_ctrl_c_in_the_warm_up_begins_no_load(
 
 def test_a_closed_loop_has_no_more_places_than_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LoadSettings(base_url="http://h", num_prompts=3, max_concurrency=2000)
-    prompts: Any = SimpleNamespace(prompt=lambda index: None)
+    prompts: Any = SimpleNamespace(prompt=lambda index: None, document=dict)
     monkeypatch.setattr(runner, "request_body", lambda prompt, settings, model: b"{}")
     client: Any = FakeClient(FakeClock())
     num_tasks = []
@@ -128,7 +128,7 @@ def test_no_request_is_sent_before_it_is_due(monkeypatch: pytest.MonkeyPatch) ->
     settings = LoadSettings(
         base_url="http://127.0.0.1:1", num_prompts=600, request_rate=40.0, num_warmups=0
     )
-    prompts: Any = SimpleNamespace(prompt=lambda index: None)
+    prompts: Any = SimpleNamespace(prompt=lambda index: None, document=dict)
     monkeypatch.setattr(runner, "request_body", lambda prompt, settings, model: b"{}")
     client: Any = FakeClient(clock)
 
