@@ -140,14 +140,16 @@ class RequestIntake:
     ) -> Iterator[None]:
         """Count and trace a request that what is inside refuses, once; arguments as they came.
 
-        What is inside may raise another error from the engine's.
+        What is inside may raise another error from the engine's. That the engine is dead refuses
+        nobody: it is one error for all, and has a metric of its own.
         """
         began_ns = time.monotonic_ns()
         try:
             yield
         except Exception as error:
             refusal = error if isinstance(error, IsinglassError) else error.__cause__
-            if isinstance(refusal, IsinglassError) and not refusal.is_counted:
+            is_fresh = not isinstance(refusal, EngineDeadError)
+            if isinstance(refusal, IsinglassError) and is_fresh and not refusal.is_counted:
                 refusal.is_counted = True
                 if self._observer is not None:
                     self._observer.observe_rejection(refusal)
