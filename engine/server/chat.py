@@ -138,8 +138,6 @@ def _plan(
     engine: AsyncLLM,
     output: OutputPlan,
 ) -> ChatAnswerPlan:
-    options = body.stream_options
-    include_usage = options is not None and bool(options.include_usage)
     return ChatAnswerPlan(
         response_id=origin.response_id,
         created=int(time.time()),
@@ -151,10 +149,8 @@ def _plan(
         wants_prompt_logprobs=body.prompt_logprobs is not None,
         returns_token_ids=bool(body.return_token_ids),
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
-        include_usage=include_usage,
-        continuous_usage=include_usage
-        and options is not None
-        and bool(options.continuous_usage_stats),
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
     )
 
 

@@ -196,7 +196,8 @@ class CompletionWriter:
         events = b""
         for completion in output.outputs:
             index = number * self._plan.n + completion.index
-            self.usage.completion_tokens += len(completion.token_ids)
+            if not self._plan.drops_output:
+                self.usage.completion_tokens += len(completion.token_ids)
             prefix = self._prefixes.get(index)
             if prefix is not None and completion.finish_reason is None:
                 if completion.text:
@@ -220,8 +221,6 @@ class CompletionWriter:
             choice_writer = self._choices[index] = ChoiceWriter(self._plan)
             if self._is_plain:  # from the second event on
                 self._prefixes[index] = self._head + b'{"index":%d,"text":' % index
-        if self._plan.drops_output:
-            self.usage.completion_tokens -= len(completion.token_ids)
         choice = choice_writer.choice(index, output, completion)
         document = self._plan.head() | {"choices": [choice]}
         if self._plan.include_usage:

@@ -103,8 +103,6 @@ def _plan(
     model: str,
     engine: AsyncLLM,
 ) -> CompletionPlan:
-    options = body.stream_options
-    include_usage = options is not None and bool(options.include_usage)
     return CompletionPlan(
         response_id=origin.response_id,
         created=int(time.time()),
@@ -119,8 +117,6 @@ def _plan(
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         skips_special_tokens=params.skip_special_tokens,
         truncates=params.truncate_prompt_tokens is not None,
-        include_usage=include_usage,
-        continuous_usage=include_usage
-        and options is not None
-        and bool(options.continuous_usage_stats),
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
     )

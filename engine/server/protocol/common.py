@@ -173,12 +173,23 @@ class GenerationFields(SamplingFields):
     )
     user: str | None = Field(None, description="Not used.")
 
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream's last chunk has the token counts."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has them."""
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
+
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationFields":
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "stream_options needs stream=true")
-        options = self.stream_options
-        if options is not None and options.continuous_usage_stats and not options.include_usage:
+        if self.continuous_usage and not self.include_usage:
             raise FieldError("stream_options", "continuous_usage_stats needs include_usage=true")
         return self
 
