@@ -10,10 +10,11 @@ from typing import Any
 from engine.log import get_logger
 from engine.server.exchange import PROBES, ExchangeState
 from engine.server.live.files import FILES_ROUTE, ICON_PATH
+from engine.server.route_names import METRICS_PATHS
 
 logger = get_logger("access")
 
-_QUIET = PROBES | {"/metrics", "/load", FILES_ROUTE, ICON_PATH}
+_QUIET = PROBES | METRICS_PATHS | {FILES_ROUTE, ICON_PATH}
 
 
 def log_exchange(exchange: ExchangeState) -> None:

@@ -19,7 +19,7 @@ from engine.server.config import ServerConfig
 from engine.server.errors import ApiError
 from engine.server.http_protocol import head_too_large
 from engine.server.live.files import PUBLIC_PATHS
-from engine.server.route_names import route_path
+from engine.server.route_names import METRICS_PATHS, route_path
 from engine.server.state import ServerState
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
@@ -28,8 +28,6 @@ and need no key ever."""
 PAGES = PUBLIC_PATHS | {"/docs", "/openapi.json"}
 """What browsers open, which cannot send a key with that. The pages are the same for everybody; the
 live one asks for the key and sends it when it fetches what is shown on it."""
-METRICS_PATHS = frozenset({"/metrics", "/load"})
-"""Asked by scrapers and load balancers, which get no key unless `guard_metrics` says so."""
 
 _ENDLESS = "/live/events"
 """A stream that lasts as long as somebody looks; the server's end does not wait for it."""
