@@ -54,7 +54,7 @@ MESSAGES_SCHEMA = {
 }
 
 
-def check_messages(value: Any) -> Any:
+def check_message_list(value: Any) -> Any:
     """A list of objects; what is in them is for the chat template to say."""
     if not isinstance(value, list) or not value:
         raise ValueError("must be a list of at least one message")
@@ -64,7 +64,7 @@ def check_messages(value: Any) -> Any:
     return value
 
 
-MessagesField = Annotated[Any, AfterValidator(check_messages), WithJsonSchema(MESSAGES_SCHEMA)]
+MessagesField = Annotated[Any, AfterValidator(check_message_list), WithJsonSchema(MESSAGES_SCHEMA)]
 
 
 class ChatCompletionRequest(GenerationFields, TemplateFields):

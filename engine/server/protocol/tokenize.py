@@ -5,12 +5,12 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic.json_schema import WithJsonSchema
 
-from engine.server.protocol.chat import MESSAGES_SCHEMA, check_messages
+from engine.server.protocol.chat import MESSAGES_SCHEMA, check_message_list
 from engine.server.protocol.common import Body, FieldError, TemplateFields
 
 OptionalMessages = Annotated[
     Any,
-    AfterValidator(lambda value: None if value is None else check_messages(value)),
+    AfterValidator(lambda value: None if value is None else check_message_list(value)),
     WithJsonSchema(MESSAGES_SCHEMA),
 ]
 

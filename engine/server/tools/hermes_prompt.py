@@ -32,7 +32,7 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
     """The conversation with the tools at the end of its system message, or in one of their own.
 
     Args:
-        messages: checked, as `engine.frontend.chat_template.check_messages` returns them.
+        messages: checked, as `engine.frontend.chat_messages.check_messages` returns them.
     """
     definitions = [json.dumps(tool.definition, ensure_ascii=False) for tool in tools]
     text = _INTRODUCTION.format(tools="\n".join(definitions))
@@ -49,7 +49,7 @@ def plain_messages(messages: Sequence[Message]) -> list[Message]:
     other, become one user's message between `<tool_response>` tags.
 
     Args:
-        messages: checked, as `engine.frontend.chat_template.check_messages` returns them.
+        messages: checked, as `engine.frontend.chat_messages.check_messages` returns them.
     """
     plain: list[Message] = []
     is_result = False
