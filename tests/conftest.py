@@ -40,6 +40,16 @@ def heeded_interrupts() -> None:
 
 
 @pytest.fixture(autouse=True)
+def signals_as_before(heeded_interrupts: None) -> Iterator[None]:
+    """A test's signal handlers end with it: those of an event loop of uvloop outlive the loop."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of the caller's shell reaches a test."""
     for name in [name for name in os.environ if name.startswith(_PREFIXES)]:
