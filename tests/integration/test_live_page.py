@@ -284,7 +284,11 @@ async def _words_and_keys(tab: Tab, listener: Listener) -> None:
 
 async def _looks(tab: Tab, tmp_path: Path) -> None:
     """Both schemes, a narrow window, and no work while nothing happens."""
-    before = await tab.evaluate("isinglass.state.numFrames")
+    before = -1
+    async with asyncio.timeout(10):  # what the last key has begun comes to rest first
+        while (now := await tab.evaluate("isinglass.state.numFrames")) != before:
+            before = now
+            await asyncio.sleep(0.3)
     await asyncio.sleep(1.5)
     assert await tab.evaluate("isinglass.state.numFrames") - before <= 3, "draws while idle"
     background = "getComputedStyle(document.body).backgroundColor"
