@@ -65,7 +65,13 @@ class EngineHost:
             self.run_dir = attachment.run_dir
         else:
             self.run_dir = None if wanted.trace_dir is None else make_run_dir(wanted.trace_dir)
-        self._obs = setup(wanted, role=Role.CALLER, run_dir=self.run_dir)
+        self._obs = setup(
+            wanted,
+            role=Role.CALLER,
+            rank=0 if attachment is None else attachment.client_index,
+            title=_title(attachment, has_server=self._has_server),
+            run_dir=self.run_dir,
+        )
         try:
             self.observer = make_observer(
                 wanted,
@@ -121,3 +127,10 @@ class EngineHost:
         server, self.metrics_server = self.metrics_server, None
         if server is not None:
             server.close()
+
+
+def _title(attachment: CoreAttachment | None, *, has_server: bool) -> str:
+    """What this process is called in pictures; empty: the caller."""
+    if attachment is None:
+        return "ApiServer" if has_server else ""
+    return attachment.title + (f" (life {attachment.life + 1})" if attachment.life else "")
