@@ -66,8 +66,11 @@ def _handler(labels: dict[str, str]) -> dict[str, str]:
 
 
 def _labels(labels: dict[str, str]) -> dict[str, str]:
-    status = {"status": f"{labels['status'][0]}xx"} if "status" in labels else {}
-    return {**_handler(labels), "method": labels["method"], **status}
+    moved = {**_handler(labels), "method": labels["method"]}
+    status = labels.get("status")
+    if status is not None:  # a number, but where there are more series than are kept
+        moved["status"] = f"{status[0]}xx" if status.isdigit() else status
+    return moved
 
 
 def _sizes(name: str, info: MetricInfo, sums: Sequence[Metric], counts: Sequence[Metric]) -> Family:
