@@ -22,7 +22,8 @@ from engine.transport.async_mp_client import AsyncMPClient
 from engine.transport.client import EngineCoreClient
 from engine.transport.interrupts import children_outlive_sigterm
 from engine.types.attachment import CoreAttachment
-from instrumentation import Metric
+from instrumentation import Metric, SinkName
+from instrumentation.engine_metrics import Exporter
 
 
 class AsyncEngine(AsyncViews):
@@ -55,6 +56,8 @@ class AsyncEngine(AsyncViews):
             )
         self.metric_sources: list[Callable[[], list[Metric]]] = []
         """What snapshots hold besides the engine's own metrics, such as a server's."""
+        self.metric_exporters: list[tuple[SinkName, Exporter]] = []
+        """Whose errors and drops the engine's metrics count, such as a server's scrapes."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -169,6 +172,7 @@ class AsyncEngine(AsyncViews):
             attachment=attachment,
             labelled_name=self.labelled_name,
             metric_sources=self.metric_sources,
+            metric_exporters=self.metric_exporters,
         )
         # Off the loop, which meanwhile serves whoever asks how far the start is.
         start = functools.partial(self._host.start, functools.partial(self._make_client, make))

@@ -4,7 +4,7 @@ Knows in which order things open and close. Knows no request and no event loop.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.api.metrics_endpoint import serve_metrics
@@ -15,8 +15,9 @@ from engine.frontend.observer import make_observer, tracer_opener
 from engine.log import get_logger
 from engine.transport.client import EngineCoreClient
 from engine.types.attachment import CoreAttachment
-from instrumentation import Metric, Role
+from instrumentation import Metric, Role, SinkName
 from instrumentation.audit import audit, without_effect
+from instrumentation.engine_metrics import Exporter
 from instrumentation.setup import setup
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class EngineHost:
         labelled_name: the model's name in metrics; its own if None.
         metric_sources: what snapshots hold besides the engine's own metrics; the caller may add to
             it. A server's, where it is not None.
+        metric_exporters: whose errors and drops the metrics count besides.
 
     Raises:
         ConfigError: `trace_dir` cannot be used.
@@ -54,6 +56,7 @@ class EngineHost:
         attachment: CoreAttachment | None = None,
         labelled_name: str | None = None,
         metric_sources: list[Callable[[], list[Metric]]] | None = None,
+        metric_exporters: Sequence[tuple[SinkName, Exporter]] = (),
     ) -> None:
         wanted = config.observability
         self._config = config
@@ -65,7 +68,13 @@ class EngineHost:
             self.run_dir = attachment.run_dir
         else:
             self.run_dir = None if wanted.trace_dir is None else make_run_dir(wanted.trace_dir)
-        self._obs = setup(wanted, role=Role.CALLER, run_dir=self.run_dir)
+        self._obs = setup(
+            wanted,
+            role=Role.CALLER,
+            rank=0 if attachment is None else attachment.client_index,
+            title=_title(attachment, has_server=self._has_server),
+            run_dir=self.run_dir,
+        )
         try:
             self.observer = make_observer(
                 wanted,
@@ -76,8 +85,11 @@ class EngineHost:
         except BaseException:
             self._obs.close()
             raise
-        if self.observer is not None and metric_sources is not None:
-            self.observer.metrics.sources = metric_sources
+        if self.observer is not None:
+            if metric_sources is not None:
+                self.observer.metrics.sources = metric_sources
+            for sink, exporter in metric_exporters:
+                self.observer.metrics.engine.watch(sink, exporter)
 
     def start(
         self, make_client: Callable[..., EngineCoreClient] = EngineCoreClient.make_client
@@ -121,3 +133,10 @@ class EngineHost:
         server, self.metrics_server = self.metrics_server, None
         if server is not None:
             server.close()
+
+
+def _title(attachment: CoreAttachment | None, *, has_server: bool) -> str:
+    """What this process is called in pictures; empty: the caller."""
+    if attachment is None:
+        return "ApiServer" if has_server else ""
+    return attachment.title + (f" (life {attachment.life + 1})" if attachment.life else "")

@@ -6,7 +6,7 @@ without it, one. The loop is the same. Knows scheduler and executor; no socket a
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from engine.types.messages import (
     FinishReason,
 )
 from engine.types.plan import ModelRunnerOutput, SchedulerOutput
-from instrumentation import Event, FlightReason, Instrument, StepRecord
+from instrumentation import Event, FlightReason, Instrument, StartupPhase, StepRecord
 
 logger = get_logger(__name__)
 
@@ -61,15 +61,16 @@ class EngineCore:
         executor_class: type[Executor],
         *,
         obs: Instrument,
-        startup_ns: dict[str, int] | None = None,
+        before_ns: Mapping[StartupPhase, tuple[int, int]] | None = None,
     ) -> None:
         self.config = config
         self.obs = obs
-        self._startup = StartupTimes(obs, startup_ns)
+        self._startup = StartupTimes(obs, before_ns)
         parts = bring_up(config, executor_class, obs=obs, times=self._startup)
         self.executor, self.scheduler = parts.executor, parts.scheduler
         self.structured_outputs = parts.structured_outputs
         self._size, self._block_hasher = parts.size, parts.block_hasher
+        self._ready: EngineCoreReadyResponse | None = None
         self._tells_idle = False
         self.listeners: set[int] = {0}
         """Clients that are told of every step."""
@@ -313,22 +314,29 @@ class EngineCore:
         return self.executor.collective_rpc("profile_status")
 
     def ready_response(self) -> EngineCoreReadyResponse:
-        """What start-up decided."""
-        facts, limits = self.executor.facts, self.scheduler.limits
-        return EngineCoreReadyResponse(
-            version=PROTOCOL_VERSION,
-            num_gpu_blocks=self._size.num_blocks,
-            block_size=self.config.cache.block_size,
-            max_model_len=limits.max_model_len,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            dtype=facts["dtype"],
-            device=facts["device"],
-            attention_backend=facts["attention_backend"],
-            kv_cache_bytes=self._size.num_bytes,
-            startup_ns=self._startup.durations_ns,
-            startup_begin_ns=self._startup.begins_ns,
-            memory_bytes=self.executor.memory_bytes,
-        )
+        """What start-up decided; gathering it, once, is the last phase of start-up.
+
+        That phase ends before the message that tells of it is sent, so all views have it alike.
+        """
+        if self._ready is None:
+            with self._startup.phase(StartupPhase.READY):
+                facts, memory_bytes = self.executor.facts, self.executor.memory_bytes
+            limits = self.scheduler.limits
+            self._ready = EngineCoreReadyResponse(
+                version=PROTOCOL_VERSION,
+                num_gpu_blocks=self._size.num_blocks,
+                block_size=self.config.cache.block_size,
+                max_model_len=limits.max_model_len,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                dtype=facts["dtype"],
+                device=facts["device"],
+                attention_backend=facts["attention_backend"],
+                kv_cache_bytes=self._size.num_bytes,
+                startup_ns=self._startup.durations_ns,
+                startup_begin_ns=self._startup.begins_ns,
+                memory_bytes=memory_bytes,
+            )
+        return self._ready
 
     def shutdown(self) -> None:
         """Stop the workers and write out what was recorded."""

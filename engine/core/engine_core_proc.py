@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -57,14 +57,14 @@ class EngineCoreProc:
         output_sockets: Sequence[zmq.Socket],
         engine_index: int,
         obs: Instrument,
-        startup_ns: dict[str, int],
+        before_ns: Mapping[StartupPhase, tuple[int, int]],
     ) -> None:
         from engine.core.engine_core import EngineCore
         from engine.executor.uniproc import UniprocExecutor
 
         self.engine_index = engine_index
         self.obs = obs
-        self.core = EngineCore(config, UniprocExecutor, obs=obs, startup_ns=startup_ns)
+        self.core = EngineCore(config, UniprocExecutor, obs=obs, before_ns=before_ns)
         if len(input_sockets) > 1:
             self.core.listeners.clear()  # the owner of several frontends listens to none of it
         self._input: queue.SimpleQueue[tuple[MessageType, int, Any]] = queue.SimpleQueue()
@@ -255,22 +255,20 @@ def run_engine_core(
     try:
         if protocol_version != PROTOCOL_VERSION:
             raise EngineStartError(f"frontend {protocol_version}, core {PROTOCOL_VERSION}")
-        startup_ns = _timed_import(obs, spawned_ns)
+        imported_ns = _import_libraries()
         proc = EngineCoreProc(
             settings,
             input_sockets=input_sockets,
             output_sockets=output_sockets,
             engine_index=engine_index,
             obs=obs,
-            startup_ns=startup_ns,
+            before_ns={StartupPhase.IMPORT: (spawned_ns, imported_ns)},
         )
     except Exception as error:
         input_sockets[0].send_multipart([MessageType.FAILED.value, _failure(error)])
         _leave(input_context, obs, code=1)
     signal.signal(signal.SIGTERM, lambda *_: proc.stop())
-    built_ns = time.monotonic_ns()
     input_sockets[0].send_multipart([MessageType.READY.value, proc.ready_message()])
-    obs.startup(StartupPhase.READY, built_ns, time.monotonic_ns())
     try:
         proc.run_busy_loop()
     except Exception as error:
@@ -319,14 +317,12 @@ def _connect(
     return socket
 
 
-def _timed_import(obs: Instrument, spawned_ns: int) -> dict[str, int]:
-    """Import what the core needs (torch, mostly), from the moment of the spawn on."""
+def _import_libraries() -> int:
+    """Import what the core needs (torch, mostly); returns the time at which that is done."""
     import engine.core.engine_core
     import engine.executor.uniproc  # noqa: F401
 
-    imported_ns = time.monotonic_ns()
-    obs.startup(StartupPhase.IMPORT, spawned_ns, imported_ns)
-    return {StartupPhase.IMPORT.label: imported_ns - spawned_ns}
+    return time.monotonic_ns()
 
 
 def _failure(error: Exception, *, flight_record: str = "") -> bytes:

@@ -162,7 +162,7 @@ class Supervisor:
                 "attachment": msgspec.to_builtins(attachment),
                 "listener_fd": self._listener.fileno(),
             },
-            name=f"ApiServer_{index}",
+            name=attachment.title,
             private_dir=self._core.directory,
             pass_fds=(self._listener.fileno(), self._core.death_read),
         )
