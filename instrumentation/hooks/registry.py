@@ -68,7 +68,7 @@ BUILTIN_HOOKS: dict[str, Hook] = {
         _builtin(
             "torch-profiler",
             "torch_profiler",
-            ("torch",),
+            (AT_START, "torch"),
             "profile for some seconds after a delay, or on a signal, into a Chrome trace",
         ),
         _builtin(

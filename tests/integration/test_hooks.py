@@ -441,6 +441,30 @@ def test_a_profile_can_be_asked_for_twice(environment: dict[str, str], tmp_path:
         assert thread_id in operators
 
 
+@pytest.mark.slow
+def test_a_profile_that_is_asked_for_before_torch_is_there_waits(run: Run, tmp_path: Path) -> None:
+    """The signal ends no program that has not imported torch, and none that does so in a thread."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, threading, time\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "def work():\n"
+        "    import torch\n"
+        "    a = torch.ones(8, 8)\n"
+        "    while not os.path.isdir('hooks') or not any(\n"
+        "        name.startswith('torch.rank') for name in os.listdir('hooks')\n"
+        "    ):\n"
+        "        a @ a\n"
+        "        time.sleep(0.005)\n"
+        "thread = threading.Thread(target=work)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+    )
+    done = run(str(script), ISINGLASS_HOOKS="torch-profiler", ISINGLASS_HOOKS_PROFILE_S="0.2")
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "hooks").glob("torch.rank0.*"))) == 1
+
+
 def wait_for_files(folder: Path, pattern: str, number: int) -> list[Path]:
     """Wait until a folder holds that many files of a pattern."""
     deadline = time.monotonic() + 60
