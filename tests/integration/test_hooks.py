@@ -392,6 +392,47 @@ def test_a_stall_is_dumped_once(run: Run, tmp_path: Path) -> None:
     assert f"stacks are in {file}" in done.stderr
 
 
+def test_waiting_for_an_engine_uses_up_no_dumps(run: Run, tmp_path: Path) -> None:
+    """Beside the vllm hook, only the engine's stall is one, and then in every process."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import glob, os, subprocess, sys, time
+
+            def wait_for_dumps(number):
+                deadline = time.monotonic() + 60
+                while len(glob.glob("hooks/stall.*")) < number and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                print(len(glob.glob("hooks/stall.*")), flush=True)
+
+            if len(sys.argv) == 1:
+                child = subprocess.Popen([sys.executable, __file__, "core"], stdin=subprocess.PIPE)
+                time.sleep(4)  # eight times what makes a stall
+                print(len(glob.glob("hooks/stall.*")), flush=True)
+                child.stdin.write(b"!")
+                child.stdin.flush()
+                wait_for_dumps(2)
+                child.communicate()
+            else:
+                from instrumentation.hooks.progress import Progress, set_probe
+                is_busy = False
+                set_probe(lambda: Progress(is_busy, 7))
+                os.read(0, 1)
+                is_busy = True
+                os.read(0, 1)
+            """
+        )
+    )
+    done = run(
+        str(script), ISINGLASS_HOOKS="vllm,py-spy-dump-on-stall", ISINGLASS_HOOKS_STALL_S="0.5"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "2"]
+    files = [file.name.split(".") for file in (tmp_path / "hooks").glob("stall.*")]
+    assert len({pid for _, pid, *_ in files}) == 2
+
+
 @pytest.mark.slow
 def test_a_profile_can_be_asked_for_twice(environment: dict[str, str], tmp_path: Path) -> None:
     """After the delay, and again by the signal; threads other than the main one are seen."""

@@ -291,14 +291,6 @@ def test_stacks_are_written_where_py_spy_may_not_look(
     assert "test_stacks_are_written_where_py_spy_may_not_look" in text
 
 
-def test_an_engine_without_work_has_not_stalled(hooks_dir: Path) -> None:
-    state = progress.Progress(is_busy=True, num_moves=4)
-    progress.set_probe(lambda: state)
-    assert py_spy_stall._read_position() == 4
-    state = progress.Progress(is_busy=False, num_moves=4)
-    assert py_spy_stall._read_position() is None
-
-
 class RangeList:
     """Ranges that are kept, with their depth."""
 
