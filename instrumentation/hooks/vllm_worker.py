@@ -65,9 +65,17 @@ def observe_workers(worker_class: Any, fence: Fence) -> None:
         if observer is not None:
             observer.end()
 
+    def failed(error: BaseException, worker: Any, *args: Any, **kwargs: Any) -> None:
+        after_sample(None, None, worker)
+
     is_known = wrap(
-        worker_class, "execute_model", fence=fence, before=begin, after=after_execute
-    ) and wrap(worker_class, "sample_tokens", fence=fence, after=after_sample)
+        worker_class,
+        "execute_model",
+        fence=fence,
+        before=begin,
+        after=after_execute,
+        failed=failed,
+    ) and wrap(worker_class, "sample_tokens", fence=fence, after=after_sample, failed=failed)
     if not is_known:
         raise AttributeError(
             "vLLM's Worker has no execute_model or no sample_tokens; the hook knows vLLM 0.32"
@@ -136,7 +144,7 @@ class WorkerObserver:
             fence=fence,
             before=lambda *args, **kwargs: self._enter(phase),
             after=lambda *args, **kwargs: self._leave(),
-            failed=lambda error: self._leave(),
+            failed=lambda *args, **kwargs: self._leave(),
         )
 
     def _enter(self, phase: Phase) -> None:
