@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from instrumentation import Event
+from instrumentation.hooks.registry import BUILTIN_HOOKS
 from traces.journal_reader import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -323,6 +324,30 @@ def test_list_shows_every_hook(run: Run, tmp_path: Path, tell_hook: str) -> None
     assert "gc | start | builtin | journal an event for each garbage collection" in table
     assert "nvtx-layers | import torch.nn | builtin" in table
     assert "tell | import json | entry point user_hooks:tell" in table
+
+
+def test_a_list_that_is_not_for_a_terminal_has_one_line_a_hook(run: Run) -> None:
+    done = run("-c", MAIN, "hooks", "list", PYTHONPATH=str(ROOT), COLUMNS="40")
+    lines = done.stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == sorted(BUILTIN_HOOKS)
+    assert "import vllm.v1.engine.core, import vllm.v1.worker.gpu_worker" in lines[-1]
+    for line in lines:
+        assert BUILTIN_HOOKS[line.split()[0]].help in line
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_names_stay_whole_on_a_terminal(run: Run, width: int) -> None:
+    done = run(
+        *("-c", MAIN, "hooks", "list"),
+        PYTHONPATH=str(ROOT),
+        COLUMNS=str(width),
+        FORCE_COLOR="1",
+    )
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).splitlines()
+    assert max(map(len, lines)) <= width
+    assert {"py-spy-dump-on-stall", "vllm.v1.engine.core,", "vllm.v1.worker.gpu_worker"} <= {
+        word for line in lines for word in line.split()
+    }
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
