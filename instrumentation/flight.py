@@ -86,8 +86,6 @@ class FlightRecorder:
 
     def _write(self, reason: FlightReason, detail: str, step: int) -> Path:
         steps = copy_of(self.steps)
-        if step < 0 and steps and reason is FlightReason.CRASH:
-            step = steps[-1].step
         stem = f"{FILE_PREFIX}{reason.label}-{self._role}-{os.getpid()}-"
         writer = open_numbered(self._prepare_folder(), stem)
         try:

@@ -76,6 +76,8 @@ class EngineCore:
         """Clients that are told of every step."""
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
+        self._at_hand = -1
+        """The step that the loop launches, samples or collects; -1 before it does any."""
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -84,6 +86,7 @@ class EngineCore:
 
         Returns outputs by client index: empty while the pipeline fills.
         """
+        self._at_hand = -1
         ended = self._take_grammars() if self.structured_outputs.has_pending else {}
         is_launched = self._launch()
         if is_launched and len(self._in_flight) < self._depth:
@@ -106,10 +109,13 @@ class EngineCore:
         plan, record = planned
         structured = bool(plan.structured_output_request_ids)
         record.grammars = self.structured_outputs.totals
+        self._at_hand = record.step
+        step = _InFlight(plan, record, None)
+        self._in_flight.append(step)  # before it can fail
         with self.obs.execute:
             self.executor.execute_model(plan)
-            result = None if structured else self.executor.sample_tokens(None)
-            self._in_flight.append(_InFlight(plan, record, result))
+            if not structured:
+                self._in_flight[-1] = step._replace(result=self.executor.sample_tokens(None))
         if structured and len(self._in_flight) == 1:
             self._sample()
         return True
@@ -117,6 +123,7 @@ class EngineCore:
     def _sample(self) -> None:
         """Let the newest step sample, with its grammars knowing all tokens of the steps before."""
         step = self._in_flight[-1]
+        self._at_hand = step.record.step
         requests = self.scheduler.requests
         with self.obs.grammar_bitmask:
             grammar_output = self.structured_outputs.grammar_output(
@@ -148,6 +155,7 @@ class EngineCore:
             return {}
         # It stays in the queue until it is done: one that fails is to be written down.
         plan, record, future = self._in_flight[0]
+        self._at_hand = record.step
         assert future is not None, "only the newest of several steps waits for its grammars"
         with self.obs.wait:
             result = future.result()
@@ -176,7 +184,7 @@ class EngineCore:
         self._in_flight.clear()
         detail = f"{type(error).__name__}: {error}"
         self.obs.event(Event.STEP_FAILED, detail=detail)
-        return self.obs.dump_flight(FlightReason.CRASH, detail)
+        return self.obs.dump_flight(FlightReason.CRASH, detail, step=self._at_hand)
 
     # -- requests --------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
+from engine.core.flight_signal import dump_at_signal
 from engine.errors import EngineStartError, IsinglassError
 from engine.log import configure, get_logger
 from engine.types.codec import Frame, MessageDecoder, MessageEncoder, leading_item
@@ -37,13 +38,10 @@ from engine.types.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from instrumentation import FlightReason, Instrument, Role, StartupPhase, ThreadName
+from instrumentation import Instrument, Role, StartupPhase, ThreadName
 from instrumentation.setup import setup
 
 logger = get_logger(__name__)
-
-_SIGNAL_INTERVAL_S = 1.0
-"""Least time between two flight records that a signal asks for."""
 
 
 class EngineCoreProc:
@@ -243,7 +241,6 @@ def run_engine_core(
         own_process=True,
         log_format=settings.observability.log_format,
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
     # Two contexts, because at the end the input thread still waits at its socket: closing that
     # from here aborts the process now and then. Only the output's context is ended.
     input_context, output_context = zmq.Context(io_threads=1), zmq.Context(io_threads=1)
@@ -251,7 +248,7 @@ def run_engine_core(
     input_sockets = [_connect(input_context, zmq.DEALER, one, identity) for one, _ in addresses]
     output_sockets = [_connect(output_context, zmq.PUSH, one) for _, one in addresses]
     obs = setup(settings.observability, role=Role.CORE, rank=engine_index, run_dir=run_dir)
-    threading.Thread(target=_dump_at_signal, args=(obs,), name="flight signal", daemon=True).start()
+    dump_at_signal(obs)
     try:
         if protocol_version != PROTOCOL_VERSION:
             raise EngineStartError(f"frontend {protocol_version}, core {PROTOCOL_VERSION}")
@@ -280,14 +277,6 @@ def run_engine_core(
         _leave(output_context, obs, code=1)
     proc.close()
     _leave(output_context, obs, code=0)
-
-
-def _dump_at_signal(obs: Instrument) -> NoReturn:
-    """Write a flight record at each SIGUSR2, which every thread of this process blocks."""
-    while True:
-        signal.sigwait({signal.SIGUSR2})
-        obs.dump_flight(FlightReason.SIGNAL, "asked for")
-        time.sleep(_SIGNAL_INTERVAL_S)  # signals that come meanwhile are one
 
 
 def _readable(sockets: Sequence[zmq.Socket]) -> Iterator[tuple[int, zmq.Socket]]:

@@ -7,7 +7,7 @@ of them would leave the socket in the middle of a message, for good.
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 
@@ -42,7 +42,18 @@ def children_outlive_sigterm() -> Iterator[None]:
     Service managers send it to all processes of a service at once, and shells to those of a job; a
     server's core has to go on then until the last answer is complete. It ends with its parent.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    with children_begin_blocking({signal.SIGTERM}):
+        yield
+
+
+@contextlib.contextmanager
+def children_begin_blocking(numbers: Collection[int]) -> Iterator[None]:
+    """Processes that this thread starts meanwhile begin with these signals blocked.
+
+    The mask lives on in them, and in every thread that begins before they say otherwise. So such
+    a signal waits until they are ready for it, however early it comes.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

@@ -111,10 +111,11 @@ def ask(server: ServerProcess) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 1}, timeout=10)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 def test_running_requests_end_and_new_ones_are_refused(
-    text_llama: Path, private_temporary_folder: Path, tmp_path: Path
+    text_llama: Path, private_temporary_folder: Path, tmp_path: Path, number: int
 ) -> None:
-    """SIGTERM to the whole group, as service managers send it: the core must not take it."""
+    """To the whole group, as service managers and terminals do: the core must not take it."""
     with running(text_llama, "--trace-dir", str(tmp_path / "runs")) as server:
         pids = server.children()
         client = Client(server, max_tokens=1500).wait_for_tokens()
@@ -124,7 +125,7 @@ def test_running_requests_end_and_new_ones_are_refused(
         watcher.start()  # a page that is looked at must not hold the end up
         with contextlib.suppress(httpx.HTTPError):
             httpx.get(f"{server.url}/health")
-        os.killpg(server.process.pid, signal.SIGTERM)
+        os.killpg(server.process.pid, number)
         wait_until(lambda: server.health() == 503, 5, "it is still healthy")
         refused = ask(server)
         assert refused.status_code == 503
