@@ -91,7 +91,7 @@ def compare_batches(
     batches: list[list[list[int]]], *, num_tokens: int, gap: float = TIE_GAP, **settings: Any
 ) -> int:
     """Alone against together, prefix caching off and on and on again; returns the ties."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=3)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=20)
     settings = QUIET | {"skip_tokenizer_init": True, "max_num_batched_tokens": 512} | settings
     alone = generate_alone(batches, params, **settings)
     swaps = 0
@@ -136,14 +136,14 @@ def test_every_level_of_processor(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", KERNEL_LEVELS)
+@pytest.mark.parametrize("level", ["best", "avx2"])
 def test_embedded_model(
     level: str, monkeypatch: pytest.MonkeyPatch, count_tie: Callable[[int], None]
 ) -> None:
     for name, value in KERNEL_LEVELS[level].items():
         monkeypatch.setenv(name, value)
     ties = compare_batches(
-        random_batches(3, 6, 49152), num_tokens=8, dtype="float32", kv_cache_memory_bytes=1 << 30
+        random_batches(3, 4, 49152), num_tokens=4, dtype="float32", kv_cache_memory_bytes=1 << 30
     )
     count_tie(ties)
 
@@ -153,8 +153,8 @@ def test_embedded_model(
 def test_embedded_model_in_bfloat16(cpu_kernels: str) -> None:
     """The kernels that run by default: they round differently alone, but mix nobody up."""
     compare_batches(
-        random_batches(4, 6, 49152),
-        num_tokens=8,
+        random_batches(4, 4, 49152),
+        num_tokens=4,
         gap=BF16_TIE_GAP,
         dtype="bfloat16",
         cpu_kernels=cpu_kernels,
