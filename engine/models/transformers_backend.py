@@ -86,8 +86,8 @@ class TransformersForCausalLM(CausalLM):
                 f"{config.architecture} of Transformers {transformers.__version__} {reason}."
             )
         model = _from_pretrained(model_type, source, dtype).to(device).eval()
-        calls = find_attention_calls(model, config.max_position_embeddings)
         pack_linear_maps(model)
+        calls = find_attention_calls(model, config.max_position_embeddings)
         return cls(model, calls, backend)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,10 @@ from torch import nn
 from engine.errors import UnsupportedModelError
 from engine.models.transformers_attention import AttentionCall, CallRecorder, set_answer
 
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 _NUM_NATURAL = 2  # of them stand at their own places in both runs, see `_spread_positions`
 _POISONED = 2  # tokens before and behind it must not notice
-_ORDER = (3, 5, 0, 4, 2, 1)  # every token to another place
+_ORDER = (2, 3, 1, 0)  # every token to another place
 # How far a token's own results may move, relative to their size, when it stands in another place
 # of the batch. Positions or neighbours that count where they should not move them by about 1.
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -34,7 +34,7 @@ def find_attention_calls(
     """The attention calls of one forward pass, in order, one per layer.
 
     Args:
-        model: loaded with `attn_implementation=ATTENTION_NAME`, its own weights still unpacked.
+        model: loaded with `attn_implementation=ATTENTION_NAME`, packed or not.
         max_position: as many tokens as a request may have; a wider window is none.
 
     Raises:
@@ -175,8 +175,7 @@ def _token_ids(model: transformers.PreTrainedModel) -> torch.Tensor:
 
 def _spread_positions(max_position: int) -> torch.Tensor:
     """The first ones, then ones far apart: rules that set in late in a long text show too."""
-    late = [max_position // 3, max_position // 2, max_position - 1]
-    return torch.tensor([0, 1, 2, *late])
+    return torch.tensor([0, 1, max_position // 2, max_position - 1])
 
 
 def _run(
