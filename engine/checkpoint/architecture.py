@@ -34,10 +34,13 @@ GENERATION_DEFAULT_KEYS = (
 
 # Rope types whose factor is already part of max_position_embeddings.
 _ROPE_TYPES_WITHOUT_EXTENSION = ("default", "llama3", "proportional", "mrope")
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+_LAYER_KEYS = (
+    *("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    *("decoder_layers", "num_decoder_layers"),
+)
 _HEAD_KEYS = (
     *("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    *("attention_heads", "decoder_attention_heads"),
+    *("attention_heads", "decoder_attention_heads", "num_decoder_attention_heads"),
 )
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -126,9 +129,9 @@ def _from_transformers(
         raise CheckpointError(f"{folder / 'config.json'} names no class under 'architectures'")
     family = families.family_of(raw)
     attention_bias, attention_output_bias = families.attention_biases(raw, family)
-    num_layers = _required(raw, folder, *_LAYER_KEYS, most=MAX_LAYERS)
+    num_layers = _num_layers(raw, folder)
     num_heads = _required(raw, folder, *_HEAD_KEYS)
-    hidden_size = _required(raw, folder, "hidden_size", "n_embd", "d_model")
+    hidden_size = _required(raw, folder, "hidden_size", "n_embd", "d_model", "emb_dim")
     intermediate = _first(raw, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     rope_theta, rope_scaling = _rope(raw, folder)
     return ModelConfig(
@@ -176,6 +179,13 @@ def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
             f"{folder}: weights quantised with {method!r} are not supported. Use the unquantised "
             "checkpoint or a GGUF file."
         )
+
+
+def _num_layers(raw: dict[str, Any], folder: Path) -> int:
+    kinds = raw.get("layers_block_type")  # where each layer's kind is listed and nothing counted
+    if _first(raw, *_LAYER_KEYS) is None and isinstance(kinds, list) and kinds:
+        return len(kinds)
+    return _required(raw, folder, *_LAYER_KEYS, most=MAX_LAYERS)
 
 
 def _one_size(value: int | list[int] | None) -> int | None:

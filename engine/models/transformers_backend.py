@@ -8,6 +8,8 @@ Importing this file imports transformers.
 """
 
 import copy
+import re
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
@@ -22,6 +24,7 @@ from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.locate import ModelSource
 from engine.errors import CheckpointError, UnsupportedModelError
 from engine.layers.linear import Linear, can_pack
+from engine.log import get_logger
 from engine.models.base import CausalLM
 from engine.models.transformers_attention import (
     ATTENTION_NAME,
@@ -35,7 +38,19 @@ from engine.models.transformers_probe import (
     find_decoder,
     run_decoder,
 )
-from engine.models.weights import safetensors_files
+from engine.models.weights import refuse_not_finite, refuse_quantised, stored_types
+
+logger = get_logger(__name__)
+
+# Buffers of older versions that any version makes anew: frequencies, masks, positions.
+_HARMLESS_ENDS = (
+    "inv_freq",
+    "attn.bias",
+    "attention.bias",
+    "masked_bias",
+    "causal_mask",
+    "version",
+)
 
 
 def has_transformers_decoder(config: ModelConfig) -> bool:
@@ -102,7 +117,8 @@ class TransformersForCausalLM(CausalLM):
 def _from_pretrained(
     model_type: type[transformers.PreTrainedModel], source: ModelSource, dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
-    safetensors_files(source.path)  # names missing files better than Transformers does
+    types = stored_types(source)  # names missing and damaged files better than Transformers does
+    refuse_quantised(types, str(source.path))
     register_attention()
     try:
         model, info = model_type.from_pretrained(
@@ -121,7 +137,36 @@ def _from_pretrained(
             raise CheckpointError(
                 f"{source.path}: {kind.replace('_', ' ')}: {sorted(map(str, info[kind]))[:5]}"
             )
+    for name, parameter in model.named_parameters():
+        refuse_not_finite(name, parameter, str(source.path))
+    _warn_of_left_out(model, types, source)
     return model
+
+
+def _warn_of_left_out(
+    model: transformers.PreTrainedModel, names: Iterable[str], source: ModelSource
+) -> None:
+    """Name the tensors that Transformers' class drops without a word."""
+    own = list(model.state_dict())
+    patterns = [
+        re.compile(pattern)
+        for pattern in model._keys_to_ignore_on_load_unexpected or ()
+        # One class serves models of several depths: where the layer is there, it is loaded.
+        if not any(re.search(pattern, name) for name in own)
+    ]
+    left_out = [
+        name
+        for name in names
+        if any(pattern.search(name) for pattern in patterns) and not name.endswith(_HARMLESS_ENDS)
+    ]
+    if left_out:
+        logger.warning(
+            "%s: %d of the tensors are left out, as Transformers' %s does: %s",
+            source.path,
+            len(left_out),
+            type(model).__name__,
+            ", ".join(sorted(left_out)[:5]) + (", ..." if len(left_out) > 5 else ""),
+        )
 
 
 def pack_linear_maps(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ shows. Does not know any architecture, nor the paged cache.
 Importing this file imports transformers.
 """
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -192,12 +193,24 @@ def _run(
         hidden = run_decoder(find_decoder(model), token_ids.to(device), positions)
     except Exception as error:  # a class of Transformers may raise anything
         raise UnsupportedModelError(
-            f"{type(model).__name__}: its decoder cannot run on a flat batch ({error})."
+            f"{type(model).__name__}: its decoder cannot run on a flat batch: "
+            f"{_raiser(error) or 'it'} raised {type(error).__name__} ({error})."
         ) from error
     parts = [hidden[None, :, None]]
     for call in recorder.calls:
         parts += [part.transpose(1, 2) for part in (call.query, call.key, call.value)]
     return parts
+
+
+def _raiser(error: Exception) -> str | None:
+    """The class of the innermost of Transformers' modules that an error passed through."""
+    modules = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [
+        type(module).__name__
+        for module in modules
+        if isinstance(module, nn.Module) and type(module).__module__.startswith("transformers.")
+    ]
+    return names[-1] if names else None
 
 
 def _refuse_extras(name: str, calls: list[AttentionCall]) -> None:

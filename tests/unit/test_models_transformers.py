@@ -1,5 +1,6 @@
 """The Transformers backend against Transformers itself, and what it must refuse."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,23 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         load(tmp_path, select_backend("cpu", CPU))
+
+
+def test_tensors_that_transformers_drops_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer that predicts several tokens ahead is left out; an old mask is no loss."""
+    build_tiny_checkpoint(tmp_path, "ExaoneMoeForCausalLM", **_EXPERTS | {"num_experts": 4})
+    weights = {"mtp.up_proj.weight": torch.ones(2), "mtp.rotary.inv_freq": torch.ones(2)}
+    for path in (*tmp_path.glob("*.safetensors"), *tmp_path.glob("*.index.json")):
+        if path.suffix == ".safetensors":
+            weights |= load_file(path)
+        path.unlink()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path, select_backend("cpu", CPU))
+    assert "left out, as Transformers' ExaoneMoeForCausalLM does: mtp.up_proj.weight" in caplog.text
+    assert "inv_freq" not in caplog.text
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
