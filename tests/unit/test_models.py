@@ -112,7 +112,9 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         assert (exact - rounded).abs().mean() < 0.05 * exact.std()
 
 
-def test_dynamic_rope_beyond_the_original_length(tmp_path: Path) -> None:
+def test_dynamic_rope_beyond_the_original_length(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Token by token, as Transformers generates with a cache, past max_position_embeddings."""
     overrides = {
         "max_position_embeddings": 16,
@@ -122,7 +124,10 @@ def test_dynamic_rope_beyond_the_original_length(tmp_path: Path) -> None:
     assert read_model_config(resolve_model(str(tmp_path))).max_position_embeddings == 32
     backend = select_backend("cpu", CPU)
     prompts = make_prompts((30,))
-    result = run_in_steps(load(tmp_path, backend), backend, prompts, [[1]] * 30)[0]
+    with caplog.at_level(logging.WARNING):
+        model = load(tmp_path, backend)
+    assert "'dynamic': beyond 16 tokens" in caplog.text
+    result = run_in_steps(model, backend, prompts, [[1]] * 30)[0]
     reference = build_tiny_model("llama", **overrides)
     cache, expected = None, []
     with torch.inference_mode():
