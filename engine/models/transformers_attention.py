@@ -107,7 +107,7 @@ class CallRecorder:
     ) -> torch.Tensor:
         """A mask to hand to the layers, remembered with the window that it stands for."""
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
-        self._masks.append((mask, *_window_of(mask_function, self.max_position)))
+        self._masks.append((mask, *_window_of(mask_function, self.max_position, device)))
         return mask
 
     def answer(
@@ -141,16 +141,16 @@ class CallRecorder:
         return value[:, heads].transpose(1, 2).contiguous()
 
 
-def _window_of(mask_function: Any, max_position: int) -> tuple[int | None, bool]:
+def _window_of(mask_function: Any, max_position: int, device: Any) -> tuple[int | None, bool]:
     """The sliding window that a mask function of Transformers draws, and whether it draws one.
 
     Looks at whole rows up to the longest sequence, so no window is too wide to be seen.
     """
-    keys = torch.arange(max_position)
+    keys = torch.arange(max_position, device=device)
 
     def row(query: int) -> torch.Tensor:
-        zero = torch.tensor(0)
-        return mask_function(zero, zero, torch.tensor(query), keys).expand(max_position)
+        zero = keys.new_zeros(())
+        return mask_function(zero, zero, zero + query, keys).expand(max_position)
 
     try:
         window = int(row(max_position - 1).sum())
