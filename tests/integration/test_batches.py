@@ -143,7 +143,10 @@ def test_embedded_model(
     for name, value in KERNEL_LEVELS[level].items():
         monkeypatch.setenv(name, value)
     ties = compare_batches(
-        random_batches(3, 4, 49152), num_tokens=4, dtype="float32", kv_cache_memory_bytes=1 << 30
+        random_batches(6, 4, 49152, longest=250),
+        num_tokens=4,
+        dtype="float32",
+        kv_cache_memory_bytes=1 << 30,
     )
     count_tie(ties)
 
@@ -153,7 +156,7 @@ def test_embedded_model(
 def test_embedded_model_in_bfloat16(cpu_kernels: str) -> None:
     """The kernels that run by default: they round differently alone, but mix nobody up."""
     compare_batches(
-        random_batches(4, 4, 49152),
+        random_batches(5, 4, 49152, longest=250),
         num_tokens=4,
         gap=BF16_TIE_GAP,
         dtype="bfloat16",
