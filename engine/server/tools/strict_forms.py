@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.server.tools.definitions import NO_PARAMETERS, Tool, ToolsError
+from engine.server.tools.parameter_values import Parameters, ParameterValues, WrittenForms
 from engine.types.expression_parser import parse
 from engine.types.grammar_messages import MAX_WHITESPACE
 from engine.types.regular_expression import others, restricted, written
@@ -18,6 +19,19 @@ Form = dict[str, Any]
 _ANY_OBJECT: Form = {"type": "object"}
 _TEXT_START = written(parse(r"[^\s{\[<]"))
 _NO_ANGLE = others(((ord("<"), ord("<")),))
+_NO_BRACKET = others(tuple((ord(one), ord(one)) for one in "<[{"))
+_ANY_TEXT: Form = {"type": "any_text", "excludes": ["</parameter>", "</function>"]}
+_TEXT_OF_NO_JSON: tuple[Form, ...] = (
+    {"type": "const_string", "value": ""},
+    {
+        "type": "sequence",
+        "elements": [
+            {"type": "regex", "pattern": written(parse(r"[ \t\r\n]*(?:[^\s{\[<]|<[^/<])"))},
+            _ANY_TEXT,
+        ],
+    },
+)
+"""Texts that are no JSON object and no list, as they do not begin so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +160,12 @@ def _xml_arguments(tool: Tool) -> Form:
                 param=f"{tool.place}.{keyword}",
             )
     elements: list[Form] = []
-    for name, one in schema.get("properties", {}).items():
+    parameters = Parameters(schema)
+    for name in schema.get("properties", {}):
         element: Form = {
             "type": "tag",
             "begin": f"<parameter={name}>\n",
-            "content": _xml_value(one, schema, f"{tool.place}.properties.{name}"),
+            "content": _xml_value(name, parameters[name], schema, tool.place),
             "end": "\n</parameter>\n",
         }
         if name not in schema.get("required", []):
@@ -159,18 +174,37 @@ def _xml_arguments(tool: Tool) -> Form:
     return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
 
 
-def _xml_value(schema: Form, root: Form, place: str) -> Form:
-    """A parameter's text: a string as it is, everything else as JSON."""
-    if set(place.rsplit(".", 1)[-1]) & set("<>\n"):
+def _xml_value(name: str, values: ParameterValues, root: Form, place: str) -> Form:
+    """A parameter's text: strings as they are, everything else as JSON."""
+    place = f"{place}.properties.{name}"
+    if set(name) & set("<>\n"):
         raise ToolsError("a parameter's name cannot have '<', '>' or line ends", param=place)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if values is not None and all(isinstance(value, str) for value in values):
-        if any("<" in value or value != value.strip("\n") for value in values):
-            raise ToolsError("a value cannot have '<', nor line ends around it", param=place)
-        texts = [{"type": "const_string", "value": value} for value in values]
-        return texts[0] if len(texts) == 1 else {"type": "or", "elements": texts}
-    if schema.get("type") == "string" and values is None:
-        return _xml_text(schema, place)
+    if not values.has_texts:
+        return _xml_json(root["properties"][name], root, place)
+    forms = values.forms()
+    if not all(map(_is_held, forms.texts)):
+        # Any text will do, and what it is read as fits; without brackets where it might not.
+        texts = [_ANY_TEXT] if not forms.has_brackets else [*_TEXT_OF_NO_JSON]
+        return texts[0] if len(texts) == 1 else _one_of([*texts, *_xml_others(forms, root, place)])
+    texts = [_xml_text(one, place, has_brackets=forms.has_brackets) for one in forms.texts]
+    if any("<" in word or word != word.strip("\n") for word in forms.words):
+        raise ToolsError("a value cannot have '<', nor line ends around it", param=place)
+    texts += [{"type": "const_string", "value": word} for word in forms.words]
+    return _one_of([*texts, *_xml_others(forms, root, place)])
+
+
+def _one_of(elements: list[Form]) -> Form:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def _xml_others(forms: WrittenForms, root: Form, place: str) -> list[Form]:
+    if not forms.others:
+        return []
+    schema = forms.others[0] if len(forms.others) == 1 else {"anyOf": forms.others}
+    return [_xml_json(schema, root, place)]
+
+
+def _xml_json(schema: Form, root: Form, place: str) -> Form:
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     alone = schema | definitions
     if _leads_to_whole(alone):
@@ -193,17 +227,21 @@ def _leads_to_whole(schema: Any) -> bool:
     return isinstance(schema, list) and any(map(_leads_to_whole, schema))
 
 
-def _xml_text(schema: Form, place: str) -> Form:
+def _is_held(schema: Form) -> bool:
+    """Whether not any string will do."""
+    return not {"pattern", "minLength", "maxLength"}.isdisjoint(schema)
+
+
+def _xml_text(schema: Form, place: str, *, has_brackets: bool) -> Form:
     """Text of a pattern, or of a length, has no angle bracket, so that its end is where it ends."""
     pattern = schema.get("pattern")
-    if pattern is None and not {"minLength", "maxLength"} & schema.keys():
-        return {"type": "any_text", "excludes": ["</parameter>", "</function>"]}
     if pattern is None:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         # No line end at either side: one is taken off when the text is read.
         pattern = rf"[^<\n]{{{least},{most}}}"
-    node = restricted(parse(pattern), _NO_ANGLE)
+    node = restricted(parse(pattern), _NO_BRACKET if has_brackets else _NO_ANGLE)
     text = "" if node is None else written(node)
     if not text:
-        raise ToolsError("the pattern cannot be held: it needs a '<'", param=place)
+        needed = "a '<', '[' or '{'" if has_brackets else "a '<'"
+        raise ToolsError(f"the pattern cannot be held: it needs {needed}", param=place)
     return {"type": "regex", "pattern": text}
