@@ -4,6 +4,7 @@ The order of types is vLLM's (`null`, `integer`, `number`, `boolean`, `object`, 
 """
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -147,6 +148,7 @@ def test_types_are_tried_in_order(schema: Any, text: str, value: Any) -> None:
 def test_a_number_without_an_end_stays_as_it_is_written() -> None:
     assert read("1e999", {"type": "number"}) == float("inf")
     assert read("[1e999]", {"type": "array"}) == [float("inf")]
+    assert read("1e999", {}) == "1e999"
 
 
 @pytest.mark.parametrize(
@@ -174,3 +176,11 @@ def test_schemas_that_multiply_take_no_time() -> None:
     assert read("7", {"$ref": "#/$defs/a0"}, **{"$defs": none}) == 7
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(4000)}
     assert read("7", {"$ref": "#/$defs/a0"}, **{"$defs": chain}) == 7
+
+
+def test_no_text_takes_long() -> None:
+    endless = ("\\'", "'", "[(", "f(in=", "a'\n", "(   ", ",\n")
+    for text in (f"{morsel * 20_000}x" for morsel in endless):
+        start_ns = time.process_time_ns()
+        assert read(text, {"type": "array"}) == text
+        assert time.process_time_ns() - start_ns < 5_000_000_000, text[:10]

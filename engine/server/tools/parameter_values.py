@@ -78,6 +78,8 @@ class WrittenForms:
     """In which ways the values of a parameter are written, some of which are strings.
 
     Attributes:
+        is_free: whether any string will do; what a text is read as then fits, unless
+            `has_brackets`.
         texts: schemas of strings, which are written as they are.
         words: single strings, written as they are; those that are read as something else left out.
         others: schemas of what is written as JSON.
@@ -85,6 +87,7 @@ class WrittenForms:
             it need not fit.
     """
 
+    is_free: bool
     texts: list[Schema]
     words: list[str]
     others: list[Schema]
@@ -107,11 +110,18 @@ class ParameterValues:
         self._is_any = options is None or () in options
         found = {name for _, types in self._options for name in types}
         self._types = tuple(name for name in _ORDER if name in found)
+        self._is_free = any("string" in types and _is_free(way) for way, types in self._options)
 
     @property
     def has_texts(self) -> bool:
         """Whether some values are strings that are written as they are; else all are JSON."""
         return not self._is_any and "string" in self._types
+
+    @property
+    def num_parts(self) -> int:
+        """How many alternatives there are, and values that they list."""
+        schemas = [schema for option, _ in self._options for schema in option]
+        return 1 + sum(1 + len(own_values(schema) or ()) for schema in schemas)
 
     def as_json(self, text: str) -> str:
         """A text as JSON: what the schema says, else whatever it can be read as.
@@ -130,7 +140,7 @@ class ParameterValues:
                 continue
         for read in (_json, _python):
             try:
-                return _dumped(read(spelled), spelled)
+                return dump_arguments(read(spelled))
             except _ERRORS:
                 continue
         return dump_arguments(text)
@@ -154,10 +164,12 @@ class ParameterValues:
             left = [name for name in types if name != "string"]
             demands = {key: schema[key] for key in schema if key not in _OF_STRINGS}
             others += [demands | {"type": left if len(left) > 1 else left[0]}] if left else []
-        return WrittenForms(texts, words, others, any(map(_is_held_inside, others)))
+        has_brackets = any(map(_is_held_inside, others))
+        return WrittenForms(self._is_free, texts, words, others, has_brackets)
 
     def _is_read(self, word: str) -> bool:
-        return self.as_json(word) == dump_arguments(word)
+        """Whether a word that is one of the values is read as itself."""
+        return self._readings(word) == [word] or self.as_json(word) == dump_arguments(word)
 
     def _readings(self, text: str) -> list[Any]:
         """As what the text can be read, of the types that there are, in order."""
@@ -170,6 +182,8 @@ class ParameterValues:
         return found
 
     def _fits(self, value: Any) -> bool:
+        if isinstance(value, float) and not math.isfinite(value) and self._is_free:
+            return False  # many clients cannot read such a number, and it may be a string
         return any(_fits(value, option, types) for option, types in self._options)
 
 
@@ -181,15 +195,16 @@ def _is_held_inside(schema: Schema) -> bool:
     )
 
 
-def _fits(value: Any, option: Option, types: Sequence[str]) -> bool:
-    """Whether a value fits, as far as what is in objects and lists, and strings' form, is left out.
+def _is_free(option: Option) -> bool:
+    """Whether nothing is demanded of strings beside being one."""
+    demands = {"const", "enum", *KEYWORDS["string"]}
+    return all(demands.isdisjoint(schema) for schema in option)
 
-    JSON has no words for numbers without an end.
-    """
+
+def _fits(value: Any, option: Option, types: Sequence[str]) -> bool:
+    """Whether a value fits, apart from what is in objects and lists, and from a string's form."""
     kind = type_of(value)
     if kind not in types and not (kind == "integer" and "number" in types):
-        return False
-    if isinstance(value, float) and not math.isfinite(value):
         return False
     for schema in option:
         values = own_values(schema)

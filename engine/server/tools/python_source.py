@@ -19,7 +19,9 @@ _STRING = (
 )
 _KEY = rf"(?P<before>[(,]\s*)(?P<key>{'|'.join(keyword.kwlist)})(?=\s*=(?!=))"
 _FUNCTION = r"(?<![\w.])(?P<function>[A-Za-z_][\w.]*)(?=\s*\()"
-_PARTS = re.compile("|".join((_STRING, _KEY, _FUNCTION)), re.DOTALL)
+_UNFINISHED = r"['\"].*"
+"""A string without an end, so that its end is not searched for again from within it."""
+_PARTS = re.compile("|".join((_STRING, _UNFINISHED, _KEY, _FUNCTION)), re.DOTALL)
 _LINE_END = re.compile(r"\\(?:\r\n|.)|[\r\n]", re.DOTALL)
 _ESCAPES = {"\n": "\\n", "\r": "\\r"}
 _TO_WIDE = 0xFEE0
@@ -56,7 +58,7 @@ def _allowed(text: str, functions: Collection[str]) -> str:
             name = part["function"]
             return ".".join(map(_as_name, name.split("."))) if name in functions else name
         raw, quote, inside = part.group("raw", "quote", "inside")
-        if len(quote) > 1 or not ("\n" in inside or "\r" in inside):
+        if quote is None or len(quote) > 1 or not ("\n" in inside or "\r" in inside):
             return part[0]
         if raw:
             return f"{raw}{quote * 3}{inside}{quote * 3}"

@@ -9,17 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.server.tools.choice import has_references
 from engine.server.tools.definitions import NO_PARAMETERS, Tool, ToolsError
 from engine.server.tools.parameter_values import Parameters, ParameterValues, WrittenForms
 from engine.types.expression_parser import parse
 from engine.types.grammar_messages import MAX_WHITESPACE
 from engine.types.regular_expression import others, restricted, written
+from engine.types.schema_values import Budget, SchemaError
 
 Form = dict[str, Any]
 _ANY_OBJECT: Form = {"type": "object"}
 _TEXT_START = written(parse(r"[^\s{\[<]"))
 _NO_ANGLE = others(((ord("<"), ord("<")),))
 _NO_BRACKET = others(tuple((ord(one), ord(one)) for one in "<[{"))
+_STEPS_OF_VALUE = 4
+"""What it takes to write one alternative of a parameter, or one word."""
 _ANY_TEXT: Form = {"type": "any_text", "excludes": ["</parameter>", "</function>"]}
 _TEXT_OF_NO_JSON: tuple[Form, ...] = (
     {"type": "const_string", "value": ""},
@@ -98,8 +102,9 @@ def xml_parameters() -> StrictForm:
 
     def make(tools: Sequence[Tool], is_single: bool) -> Form:
         tags = []
+        budget = Budget()
         for tool in tools:
-            content = _xml_arguments(tool)
+            content = _xml_arguments(tool, budget)
             for around, end in (("<tool_call>\n", "\n</tool_call>"), ("", "")):
                 begin = f"{around}<function={tool.name}>\n"
                 closing = f"</function>{end}"
@@ -142,7 +147,7 @@ def _separated(tags: list[Form], separator: str, is_single: bool) -> Form:
     }
 
 
-def _xml_arguments(tool: Tool) -> Form:
+def _xml_arguments(tool: Tool, budget: Budget) -> Form:
     """The parameters between a function's tags, in their schema's order."""
     if not tool.strict:
         return {"type": "any_text", "excludes": ["</function>", "<tool_call>", "</tool_call>"]}
@@ -162,10 +167,16 @@ def _xml_arguments(tool: Tool) -> Form:
     elements: list[Form] = []
     parameters = Parameters(schema)
     for name in schema.get("properties", {}):
+        place = f"{tool.place}.properties.{name}"
+        values = parameters[name]
+        try:
+            budget.spend(_STEPS_OF_VALUE * values.num_parts, place)
+        except SchemaError as error:
+            raise ToolsError(error.message, param=place) from error
         element: Form = {
             "type": "tag",
             "begin": f"<parameter={name}>\n",
-            "content": _xml_value(name, parameters[name], schema, tool.place),
+            "content": _xml_value(name, values, schema, place),
             "end": "\n</parameter>\n",
         }
         if name not in schema.get("required", []):
@@ -176,14 +187,12 @@ def _xml_arguments(tool: Tool) -> Form:
 
 def _xml_value(name: str, values: ParameterValues, root: Form, place: str) -> Form:
     """A parameter's text: strings as they are, everything else as JSON."""
-    place = f"{place}.properties.{name}"
     if set(name) & set("<>\n"):
         raise ToolsError("a parameter's name cannot have '<', '>' or line ends", param=place)
     if not values.has_texts:
         return _xml_json(root["properties"][name], root, place)
     forms = values.forms()
-    if not all(map(_is_held, forms.texts)):
-        # Any text will do, and what it is read as fits; without brackets where it might not.
+    if forms.is_free:
         texts = [_ANY_TEXT] if not forms.has_brackets else [*_TEXT_OF_NO_JSON]
         return texts[0] if len(texts) == 1 else _one_of([*texts, *_xml_others(forms, root, place)])
     texts = [_xml_text(one, place, has_brackets=forms.has_brackets) for one in forms.texts]
@@ -205,8 +214,9 @@ def _xml_others(forms: WrittenForms, root: Form, place: str) -> list[Form]:
 
 
 def _xml_json(schema: Form, root: Form, place: str) -> Form:
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    alone = schema | definitions
+    alone = schema
+    if has_references(schema):
+        alone = schema | {key: root[key] for key in ("$defs", "definitions") if key in root}
     if _leads_to_whole(alone):
         raise ToolsError(
             "in this model's form of calls a parameter cannot refer to all of them ('#'); put what "
@@ -225,11 +235,6 @@ def _leads_to_whole(schema: Any) -> bool:
     if isinstance(schema, dict):
         return schema.get("$ref") == "#" or any(map(_leads_to_whole, schema.values()))
     return isinstance(schema, list) and any(map(_leads_to_whole, schema))
-
-
-def _is_held(schema: Form) -> bool:
-    """Whether not any string will do."""
-    return not {"pattern", "minLength", "maxLength"}.isdisjoint(schema)
 
 
 def _xml_text(schema: Form, place: str, *, has_brackets: bool) -> Form:
