@@ -20,7 +20,7 @@ from engine.errors import EngineDeadError, EventLoopError, IsinglassError
 from engine.frontend.llm_engine import LLMEngine
 from engine.transport.async_mp_client import AsyncMPClient
 from engine.transport.client import EngineCoreClient
-from engine.transport.interrupts import children_outlive_sigterm
+from engine.transport.interrupts import children_outlive_stop_signals
 from engine.types.attachment import CoreAttachment
 from instrumentation import Metric
 
@@ -201,7 +201,7 @@ class AsyncEngine(AsyncViews):
         self, make: Callable[..., EngineCoreClient], *args: Any, **kwargs: Any
     ) -> EngineCoreClient:
         """Make the client, and remember it before its core is up, so that `kill` can end it."""
-        with children_outlive_sigterm():
+        with children_outlive_stop_signals():
             client = make(*args, **kwargs)
         assert isinstance(client, AsyncMPClient)
         self._unready_client = client

@@ -243,7 +243,6 @@ def run_engine_core(
         own_process=True,
         log_format=settings.observability.log_format,
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
     # Two contexts, because at the end the input thread still waits at its socket: closing that
     # from here aborts the process now and then. Only the output's context is ended.
     input_context, output_context = zmq.Context(io_threads=1), zmq.Context(io_threads=1)

@@ -1,6 +1,5 @@
 """One of several frontends: the process that a supervisor starts."""
 
-import signal
 import socket
 import sys
 from typing import Any
@@ -22,8 +21,6 @@ def run_frontend(
     listener_fd: int,
 ) -> None:
     """Entry point of the spawned process: attach to the core, serve, end the process."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's; the supervisor hands them on
-        signal.signal(number, signal.SIG_IGN)
     engine = AsyncLLM(attachment=msgspec.convert(attachment, CoreAttachment), **engine_arguments)
     listener = socket.socket(fileno=listener_fd)
     code = serve_frontend(ServerConfig.from_kwargs(**config), engine, listener)

@@ -32,6 +32,8 @@ def run(boot: dict[str, Any]) -> None:
     # For the thread that waits for it alone: a handler would have to wait for the main thread,
     # which may sleep until the next message. Threads inherit the mask, so before any of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's: the caller decides what they mean
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(
         target=_watch_parent,
         args=(boot["parent_pid"], boot["private_dir"]),

@@ -36,13 +36,14 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def children_outlive_sigterm() -> Iterator[None]:
-    """Processes that this thread starts meanwhile take no SIGTERM.
+def children_outlive_stop_signals() -> Iterator[None]:
+    """Processes that this thread starts meanwhile take neither SIGTERM nor SIGHUP.
 
-    Service managers send it to all processes of a service at once, and shells to those of a job; a
-    server's core has to go on then until the last answer is complete. It ends with its parent.
+    Service managers send SIGTERM to all processes of a service at once, shells to those of a job,
+    and a terminal that is closed sends SIGHUP to all of them; a server's core has to go on then
+    until the last answer is complete. It ends with its parent.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:
