@@ -10,6 +10,8 @@ from engine.attention.forward_context import forward_context, get_forward_contex
 from engine.attention.registry import attention_backend_names, select_backend
 from engine.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("several_threads")
+
 CPU = torch.device("cpu")
 NUM_SPARE_BLOCKS = 5
 

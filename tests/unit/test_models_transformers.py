@@ -20,6 +20,8 @@ from tests.unit.paged_runs import (
     run_in_steps,
 )
 
+pytestmark = pytest.mark.usefixtures("several_threads")
+
 CASES = {
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox sequential": ("gpt_neox", {"use_parallel_residual": False}),

@@ -10,7 +10,7 @@ from engine.attention.torch_reference import TorchReferenceBackend
 from tests.unit.native_support import needs_native
 from tests.unit.test_attention import make_layout
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.usefixtures("several_threads")]
 CPU = torch.device("cpu")
 
 
