@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-_GRACE_S = 3.0
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported, here or in an engine core. There are as many of us as processors:
+    # their threads would wait for each other, at twice the processor time. See `several_threads`.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # the same, where a test has threads
+
+_GRACE_S = 30.0
 _PREFIXES = ("ISINGLASS_", "OTEL_")
 
 
@@ -34,9 +40,21 @@ def private_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session", autouse=True)
 def heeded_interrupts() -> None:
-    """Ctrl-C as in a terminal: a shell that starts the tests in the background has it ignored."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Signals as in a terminal: whoever starts the tests may have them ignored, as a shell that
+    starts them in the background does with Ctrl-C.
+
+    All but SIGHUP, which `nohup` has ignored to good purpose; see `heeded_hangups`.
+    """
+    defaults = dict.fromkeys((signal.SIGTERM, signal.SIGUSR2), signal.SIG_DFL)
+    for number, handler in {signal.SIGINT: signal.default_int_handler, **defaults}.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def heeded_hangups(signals_as_before: None) -> None:
+    """SIGHUP does to this test, and to what it starts, what it does by default."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +72,23 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of the caller's shell reaches a test."""
     for name in [name for name in os.environ if name.startswith(_PREFIXES)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    """PyTorch has threads in this process, as outside of tests."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cores_with_threads(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine cores of this test have threads, as outside of tests."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 @pytest.fixture

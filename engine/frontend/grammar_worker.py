@@ -144,6 +144,7 @@ def _live(
     code = 1
     try:
         die_with(parent_pid)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # `_answer` counts on it: it may be ignored
         gc.disable()  # it would touch, and so copy, every page
         _limit_memory()
         yield_to_steps()

@@ -19,6 +19,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.waiting import PATIENCE_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 _FLAGS = (
@@ -67,7 +69,7 @@ class Tab:
         answer = asyncio.get_running_loop().create_future()
         self._answers[self._next_id] = answer
         await self._socket.send_json({"id": self._next_id, "method": method, "params": parameters})
-        content: dict[str, Any] = await asyncio.wait_for(answer, 30)
+        content: dict[str, Any] = await asyncio.wait_for(answer, PATIENCE_S)
         assert "error" not in content, f"{method}: {content['error']}"
         return content["result"]
 
@@ -85,9 +87,9 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def until(self, expression: str, within_s: float = 20.0) -> Any:
+    async def until(self, expression: str) -> Any:
         """Wait until an expression is true; returns its value."""
-        deadline = asyncio.get_running_loop().time() + within_s
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while not (value := await self.evaluate(expression)):
             assert asyncio.get_running_loop().time() < deadline, f"never true: {expression}"
             await asyncio.sleep(0.05)

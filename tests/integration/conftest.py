@@ -14,6 +14,10 @@ from tests.integration.server_process import ServerProcess
 from tests.tiny_models import FAMILIES, build_tiny_checkpoint
 
 QUIET = {"log_level": "warning"}
+EXACT = QUIET | {"dtype": "float32"}
+"""For the embedded model, wherever texts or numbers of two runs are compared, or a text with one
+that is written down. In bfloat16, its default, the same request is rounded otherwise in a batch of
+another shape, and on another processor; `test_bf16.py` says by how much."""
 SMALL = QUIET | {"kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 256}
 """Settings for a tiny model that comes up in a moment."""
 
@@ -74,8 +78,8 @@ def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def embedded_server() -> Iterator[ServerProcess]:
     """A server of the embedded model, for tests that leave it as they find it."""
-    flags = ("--kv-cache-memory-bytes", str(256 << 20), "--max-logprobs", "2000")
-    with ServerProcess(*flags) as server:
+    flags = ("--kv-cache-memory-bytes", str(512 << 20), "--max-logprobs", "2000")
+    with ServerProcess("--dtype", EXACT["dtype"], *flags) as server:
         yield server
 
 

@@ -185,9 +185,9 @@ class Visitor:
         }
 
     async def visit_until(self, deadline_s: float) -> None:
-        """Visit until then; the last visit is not cut off."""
+        """Visit until then, and until each way has been gone by anybody; no visit is cut off."""
         await asyncio.sleep(self._chance.random())
-        while time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s or len(self._state.num_by_kind) < len(self._ways):
             (way,) = self._chance.choices([*self._ways], [*self._ways.values()])
             kind = way.__name__.lstrip("_")
             try:

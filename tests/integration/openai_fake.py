@@ -11,9 +11,12 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.waiting import PATIENCE_S
 
 
 @dataclass(slots=True)
@@ -25,6 +28,9 @@ class Exchange:
     headers: dict[str, str]
     body: dict[str, Any]
     writer: asyncio.StreamWriter
+    arrived_ns: int = field(default_factory=time.perf_counter_ns)
+    sent_ns: list[int] = field(default_factory=list)
+    """When each piece of output was begun to be sent, as far as the script says which these are."""
 
     async def start(self, status: str = "200 OK", kind: str = "text/event-stream") -> None:
         """Send the head of a chunked answer."""
@@ -38,6 +44,11 @@ class Exchange:
     async def event(self, document: Any) -> None:
         """Send one event."""
         await self.send(event_bytes(document))
+
+    async def output(self, data: bytes) -> None:
+        """Send a piece of output, and note when."""
+        self.sent_ns.append(time.perf_counter_ns())
+        await self.send(data)
 
     async def end(self) -> None:
         """End the body; the connection stays open for the next request."""
@@ -145,7 +156,7 @@ def steady(*, ttft_s: float, itl_s: float, tokens_per_chunk: int = 1) -> Script:
             await exchange.event(role)
         for number in range(num_tokens // tokens_per_chunk):
             await asyncio.sleep(max(0.0, began + ttft_s + number * itl_s - loop.time()))
-            await exchange.event(text_chunk(" word" * tokens_per_chunk, chat=chat))
+            await exchange.output(event_bytes(text_chunk(" word" * tokens_per_chunk, chat=chat)))
         await exchange.event(text_chunk("", chat=chat, finish_reason="length"))
         await exchange.event(usage_chunk(7, num_tokens))
         await exchange.event("[DONE]")
@@ -180,9 +191,9 @@ def fake_server(script: Script) -> Iterator[FakeServer]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert started.wait(10)
+        assert started.wait(PATIENCE_S)
         yield server
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()

@@ -19,6 +19,8 @@ from opentelemetry.proto.collector.metrics.v1 import (
 )
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from tests.waiting import PATIENCE_S
+
 
 def plain(value: Any) -> Any:
     """An AnyValue as a Python value."""
@@ -145,13 +147,13 @@ class OtlpReceiver:
                 return found
         return {}
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until something has come.
 
         Raises:
             TimeoutError: it has not.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"received {[one.name for one in self.spans()]}")

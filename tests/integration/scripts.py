@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,9 +86,15 @@ class Script:
                 return rest
         raise AssertionError(f"the script ended without {word!r}: {self.process.stderr.read()}")
 
-    def finish(self, timeout_s: float = 30.0) -> tuple[int, str, str]:
+    def wait_for_core(self) -> None:
+        """Wait until the script has begun to start its core."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        wait_until(children.read_text, "no core is being started")
+        self.core_pid = int(children.read_text().split()[0])
+
+    def finish(self) -> tuple[int, str, str]:
         """Wait for the end; returns exit code, the rest of standard output and standard error."""
-        out, err = self.process.communicate(timeout=timeout_s)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
         for line in out.splitlines():
             if line.startswith("core "):
                 self.core_pid = int(line.split()[1])
@@ -97,11 +104,11 @@ class Script:
         """What a terminal does at Ctrl-C."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def assert_nothing_left(self, within_s: float = 5.0) -> None:
+    def assert_nothing_left(self) -> None:
         """No core, no socket folder, no shared memory."""
         assert self.core_pid, "the script has told the core's process id"
-        wait_until(lambda: not is_running(self.core_pid), within_s, "the core runs on")
-        wait_until(lambda: not socket_folders(self.folder), within_s, "a folder is left")
+        wait_until(lambda: not is_running(self.core_pid), "the core runs on")
+        wait_until(lambda: not socket_folders(self.folder), "a folder is left")
         pids = {str(self.core_pid), str(self.process.pid)}
         left = [
             name
@@ -157,11 +164,3 @@ def children_of_this_process() -> set[int]:
     for task in Path("/proc/self/task").iterdir():
         found |= {int(pid) for pid in (task / "children").read_text().split()}
     return {pid for pid in found if is_running(pid)}
-
-
-def wait_until(condition: Callable[[], object], within_s: float, complaint: str) -> None:
-    """Poll a condition; fail with the complaint when time is up."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{complaint} after {within_s:g} s"
-        time.sleep(0.02)

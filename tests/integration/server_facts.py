@@ -14,6 +14,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.server_process import ServerProcess
+from tests.waiting import PATIENCE_S
 
 _IDLE_TASKS = re.compile(
     r"run_asgi|RequestResponseCycle|Task-\d+|output handler|life|death|stop|http|start engine"
@@ -60,7 +61,7 @@ class Scrape:
 
 def scrape(url: str) -> Scrape:
     """The metrics as they are now."""
-    answer = httpx.get(f"{url}/metrics", timeout=30)
+    answer = httpx.get(f"{url}/metrics", timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     return Scrape(answer.text)
 
@@ -141,7 +142,7 @@ def processes(server: ServerProcess) -> dict[str, int]:
 
 def busy_tasks(url: str) -> list[str]:
     """Names of the server's asyncio tasks that an idle server does not have."""
-    text = httpx.get(f"{url}/debug/stacks", timeout=30).text
+    text = httpx.get(f"{url}/debug/stacks", timeout=PATIENCE_S).text
     names = re.findall(r"^task (.+)$", text, re.MULTILINE)
     assert names, text
     return [name for name in names if not _IDLE_TASKS.fullmatch(name)]

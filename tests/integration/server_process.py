@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ from types import TracebackType
 from typing import Any
 
 import pytest
+
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +34,6 @@ SMALL_FLAGS = (
     "256",
 )
 """Settings for a tiny model that comes up in a moment."""
-
-_ENDS_WITHIN_S = 20.0
 
 
 @contextlib.contextmanager
@@ -53,7 +52,6 @@ class ServerProcess:
         flags: what follows `isinglass serve`: a model, if not the embedded one, and options.
         env: added to the environment, in which numerical libraries have one thread.
         wait: return only once `/health` says 200; otherwise as soon as the process runs.
-        within_s: how long it may take to be healthy.
         scheme: of `url`; what `/health` is asked by is always plain HTTP.
 
     Attributes:
@@ -67,13 +65,11 @@ class ServerProcess:
         *flags: str,
         env: dict[str, str] | None = None,
         wait: bool = True,
-        within_s: float = 60.0,
         scheme: str = "http",
     ) -> None:
         self._flags = flags
         self._env = env or {}
         self._wait = wait
-        self._within_s = within_s
         self._scheme = scheme
         self.port = 0
         self.process: subprocess.Popen[bytes]
@@ -112,25 +108,26 @@ class ServerProcess:
             os.close(descriptor)
         if self._wait:
             try:
-                self.wait_healthy(self._within_s)
+                self.wait_healthy()
             except BaseException:
                 self.kill()
                 raise
         return self
 
-    def wait_healthy(self, within_s: float = 60.0) -> None:
+    def wait_healthy(self) -> None:
         """Wait until `/health` says 200; fail with the log when it does not, or the server ends."""
-        deadline = time.monotonic() + within_s
-        while self.health() != 200:
-            assert self.process.poll() is None, f"the server ended:\n{self.log()}"
-            assert time.monotonic() < deadline, f"not healthy in {within_s:g} s:\n{self.log()}"
-            time.sleep(0.05)
+
+        def is_settled() -> bool:
+            return self.health() == 200 or self.process.poll() is not None
+
+        wait_until(is_settled, "not healthy")
+        assert self.process.poll() is None, f"the server ended:\n{self.log()}"
 
     def health(self) -> int:
         """Status of `/health`; 0 while nothing answers."""
         try:
             with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.port}/health", timeout=5
+                f"http://127.0.0.1:{self.port}/health", timeout=PATIENCE_S
             ) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
@@ -150,16 +147,16 @@ class ServerProcess:
             found += [int(pid) for pid in (task / "children").read_text().split()]
         return found
 
-    def stop(self, within_s: float = _ENDS_WITHIN_S) -> int:
+    def stop(self) -> int:
         """What a service manager does: SIGTERM, and wait for the end. Returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(within_s)
+            return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             log = self.log()
             self.kill()
-            raise AssertionError(f"the server did not end in {within_s:g} s:\n{log}") from None
+            raise AssertionError(f"the server did not end:\n{log}") from None
 
     def kill(self) -> None:
         """End the whole process group at once; harmless when it has ended."""

@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.server_process import ServerProcess
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +25,7 @@ def bench(server: ServerProcess, *arguments: str) -> dict[str, Any]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -32,7 +33,7 @@ def bench(server: ServerProcess, *arguments: str) -> dict[str, Any]:
 
 def counters(server: ServerProcess) -> dict[str, float]:
     """The server's own totals of requests and tokens."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as response:
         text = response.read().decode()
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

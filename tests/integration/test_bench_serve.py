@@ -1,13 +1,16 @@
 """The load generator against servers whose behaviour is known: scripted ones, and ours."""
 
 import asyncio
+import itertools
 import json
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from engine.bench.client import ServerNotReadyError
 from engine.bench.command import run_in_loop
 from engine.bench.measure import Objective, measure
 from engine.bench.prompts import RandomPrompts, SharedPrefixPrompts, read_prompts
-from engine.bench.records import LoadRun, Outcome
+from engine.bench.records import LoadRun, Outcome, RequestRecord
 from engine.bench.settings import LoadSettings
 from engine.errors import ConfigError
 from tests.integration.openai_fake import (
@@ -30,17 +33,28 @@ from tests.integration.openai_fake import (
     text_chunk,
     usage_chunk,
 )
+from tests.waiting import PATIENCE_S, SOON_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = RandomPrompts(input_len=5, output_len=10, range_ratio=0.0, seed=0)
-SLACK_MS = 30.0
-"""How much later than scripted something may be seen on a busy machine, as a median."""
+SLACK_MS = 100.0
+"""How much later than it was sent something may be seen on a busy machine, as a median."""
 
 
 def load(server: FakeServer, prompts: Any = PROMPTS, **settings: Any) -> LoadRun:
     """Run a load of a few requests."""
-    values = {"base_url": server.url, "num_prompts": 5, "ready_timeout_s": 5.0, "timeout_s": 20.0}
-    return run_in_loop(LoadSettings(**(values | settings)), prompts)
+    values = {"base_url": server.url, "num_prompts": 5, "ready_timeout_s": PATIENCE_S}
+    return run_in_loop(LoadSettings(**(values | {"timeout_s": PATIENCE_S} | settings)), prompts)
+
+
+def pairs(run: LoadRun, server: FakeServer) -> list[tuple[RequestRecord, Exchange]]:
+    """What the client has on record of each request, and what the server has."""
+    exchanges = {one.headers["x-request-id"]: one for one in server.exchanges}
+    return [(record, exchanges[f"run-{record.index}"]) for record in run.records]
+
+
+def median_ms(times_ns: Iterable[int]) -> float:
+    return statistics.median(times_ns) / 1e6
 
 
 def outcomes(run: LoadRun) -> list[Outcome]:
@@ -51,38 +65,54 @@ def outcomes(run: LoadRun) -> list[Outcome]:
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_a_known_pace_is_measured(endpoint: str) -> None:
     with fake_server(steady(ttft_s=0.1, itl_s=0.03)) as server:
-        run = load(server, endpoint=endpoint, request_rate=20.0, num_prompts=20)
+        paced = {"request_rate": 20.0, "num_prompts": 20, "request_id_prefix": "run-"}
+        run = load(server, endpoint=endpoint, **paced)
     document = measure(run)
+    both = pairs(run, server)
     assert document["outcomes"] == {"ok": 20}
     assert document["model_id"] == "fake-model"
-    # Never earlier than scripted, and in the middle hardly later. The role of a chat message and
+    # Never earlier than it was sent, and in the middle hardly later. The role of a chat message and
     # the ending without text must not count as output.
-    assert 99 <= document["p50_ttft_ms"] <= 100 + SLACK_MS
-    assert 20 <= document["p50_itl_ms"] <= 30 + SLACK_MS
-    assert 20 <= document["p50_tpot_ms"] <= 30 + SLACK_MS
-    assert 369 <= document["p50_e2el_ms"] <= 370 + 2 * SLACK_MS
+    for record, exchange in both:
+        assert record.num_events == len(exchange.sent_ns) == 10
+        assert record.sent_ns < exchange.arrived_ns
+        # Pieces that come while the client does something else are one.
+        assert 1 <= len(record.chunk_ns) <= 10
+        assert record.chunk_ns[0] > exchange.sent_ns[0]
+        assert record.chunk_ns[-1] > exchange.sent_ns[-1]
+    ttft_ms = median_ms(exchange.sent_ns[0] - exchange.arrived_ns for _, exchange in both)
+    e2el_ms = median_ms(exchange.sent_ns[-1] - exchange.arrived_ns for _, exchange in both)
+    assert 99 <= ttft_ms <= document["p50_ttft_ms"] <= ttft_ms + SLACK_MS
+    assert 369 <= e2el_ms <= document["p50_e2el_ms"] <= e2el_ms + SLACK_MS
+    assert document["p50_tpot_ms"] == pytest.approx(
+        median_ms((record.chunk_ns[-1] - record.chunk_ns[0]) // 9 for record, _ in both), abs=0.01
+    )
+    assert (e2el_ms - ttft_ms) / 18 < document["p50_tpot_ms"] < (e2el_ms - ttft_ms) / 9 + SLACK_MS
     assert document["total_output_tokens"] == 200
     assert document["total_input_tokens"] == 140
-    assert document["tokens_per_chunk"] == pytest.approx(1.0, abs=0.05)
+    num_chunks = sum(len(record.chunk_ns) for record, _ in both)
+    assert document["tokens_per_chunk"] == pytest.approx(200 / num_chunks, abs=0.01)
+    gaps_ns = [b - a for record, _ in both for a, b in itertools.pairwise(record.chunk_ns)]
+    assert document["p50_itl_ms"] == pytest.approx(median_ms(gaps_ns), rel=0.1)
     assert document["p99_ttft_from_intended_ms"] >= document["p99_ttft_ms"]
 
 
 def test_several_tokens_in_a_chunk_do_not_flatter_the_time_per_token() -> None:
-    with fake_server(steady(ttft_s=0.05, itl_s=0.05, tokens_per_chunk=5)) as server:
+    with fake_server(steady(ttft_s=0.05, itl_s=0.5, tokens_per_chunk=5)) as server:
         document = measure(load(server, max_concurrency=5))
     assert document["total_output_tokens"] == 50
-    assert document["tokens_per_chunk"] == pytest.approx(5.0, abs=0.3)
-    # Two chunks of five tokens, 50 ms apart: ITL sees the gap, TPOT spreads it over nine tokens.
-    assert 40 <= document["p50_itl_ms"] <= 50 + SLACK_MS
-    assert 40 / 9 <= document["p50_tpot_ms"] <= (50 + SLACK_MS) / 9
+    assert document["tokens_per_chunk"] == pytest.approx(5.0)
+    # Two chunks of five tokens, 500 ms apart: ITL sees the gap, TPOT spreads it over nine tokens.
+    assert 250 <= document["p50_itl_ms"] <= 1000
+    assert document["p50_tpot_ms"] == pytest.approx(document["p50_itl_ms"] / 9, abs=0.01)
 
 
 def test_events_that_arrive_at_once_are_one_chunk() -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.start()
         for _ in range(2):
-            await asyncio.sleep(0.05)
-            await exchange.send(event_bytes(text_chunk(" a")) * 3)
+            await asyncio.sleep(0.5)
+            await exchange.output(event_bytes(text_chunk(" a")) * 3)
         await exchange.send(event_bytes(usage_chunk(1, 6)) + event_bytes("[DONE]"))
         await exchange.end()
 
@@ -90,8 +120,9 @@ def test_events_that_arrive_at_once_are_one_chunk() -> None:
         run = load(server, num_prompts=1)
     (record,) = run.records
     assert record.num_events == 6
-    assert len(record.chunk_ns) == 2
-    assert (record.chunk_ns[1] - record.chunk_ns[0]) / 1e6 >= 49
+    (exchange,) = server.exchanges
+    (first_sent, second_sent), (first, second) = exchange.sent_ns, record.chunk_ns
+    assert first_sent < first < second_sent < second
 
 
 def test_reasoning_and_tool_calls_are_output_and_the_role_is_not() -> None:
@@ -204,7 +235,7 @@ async def _empty(exchange: Exchange) -> None:
 async def _stall(exchange: Exchange) -> None:
     await exchange.start()
     await exchange.event(text_chunk(" a"))
-    await asyncio.sleep(30)
+    await asyncio.sleep(2 * PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +251,7 @@ async def _stall(exchange: Exchange) -> None:
         (_garbage, Outcome.BAD_STREAM, 200, "{not json", 0),
         (_no_stream, Outcome.BAD_STREAM, 200, "no stream", 0),
         (_empty, Outcome.BAD_STREAM, 200, "without [DONE]", 0),
-        (_stall, Outcome.TIMED_OUT, 200, "0.5 s", 1),
+        (_stall, Outcome.TIMED_OUT, 200, "1 s", 1),
     ],
 )
 def test_each_way_to_fail_has_its_outcome(
@@ -232,7 +263,8 @@ def test_each_way_to_fail_has_its_outcome(
         await (script if exchange.number % 2 else fine)(exchange)
 
     with fake_server(every_other) as server:
-        run = load(server, num_prompts=6, max_concurrency=1, timeout_s=0.5)
+        timeout_s = 1.0 if outcome is Outcome.TIMED_OUT else PATIENCE_S
+        run = load(server, num_prompts=6, max_concurrency=1, timeout_s=timeout_s)
     assert outcomes(run) == [Outcome.OK, outcome] * 3
     for record in run.records[1::2]:
         assert record.status == status
@@ -265,7 +297,7 @@ def test_a_slow_server_shows_what_waiting_users_suffer() -> None:
     assert document["max_concurrent_requests"] == 1
     # From the sending, the server looks fine; from when it was due, the last one waited for all
     # the others, which take 100 ms each and come 25 ms apart.
-    assert document["p99_ttft_ms"] <= 100 + 4 * SLACK_MS
+    assert 5 * document["p50_ttft_ms"] < document["max_ttft_from_intended_ms"]
     assert document["max_ttft_from_intended_ms"] >= 19 * 100 - 1000
     assert document["client"]["sent_late_ms"]["max"] >= 900
     lates = [record.sent_ns - record.intended_ns for record in run.records]
@@ -275,12 +307,18 @@ def test_a_slow_server_shows_what_waiting_users_suffer() -> None:
 
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
-    with fake_server(steady(ttft_s=0.6, itl_s=0.0)) as server:
+    answers, all_are_here = steady(ttft_s=0.0, itl_s=0.0), asyncio.Event()
+
+    async def answer_none_before_the_last(exchange: Exchange) -> None:
+        if exchange.number == 29:
+            all_are_here.set()
+        await all_are_here.wait()
+        await answers(exchange)
+
+    with fake_server(answer_none_before_the_last) as server:
         run = load(server, num_prompts=30, request_rate=100.0)
-    sent_s = [(record.sent_ns - run.start_ns) / 1e9 for record in run.records]
-    assert max(sent_s) < 0.6
+    assert outcomes(run) == [Outcome.OK] * 30
     assert measure(run)["max_concurrent_requests"] == 30
-    assert measure(run)["client"]["sent_late_ms"]["p50"] < SLACK_MS
 
 
 def test_a_closed_loop_keeps_its_number_in_flight() -> None:
@@ -289,8 +327,8 @@ def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     document = measure(run)
     assert document["max_concurrent_requests"] == 4
     assert document["completed"] == 40
-    # A request is due when a place is free, so nothing is late.
-    assert document["client"]["sent_late_ms"]["p99"] < 5
+    # A request is due when a place is free, so nothing is late: far less than what it waited for.
+    assert document["client"]["sent_late_ms"]["p50"] < document["p50_ttft_ms"] / 2
     assert server.num_connections <= 4 + 2  # connections are kept and used again
 
 
@@ -300,10 +338,10 @@ def test_a_duration_ends_the_sending_and_waits_for_what_is_in_flight() -> None:
         opened = load(server, num_prompts=None, duration_s=0.5, request_rate=40.0)
     for run in (closed, opened):
         assert set(outcomes(run)) == {Outcome.OK}
-        assert max(record.intended_ns for record in run.records) - run.start_ns < 0.55e9
+        assert max(record.intended_ns for record in run.records) - run.start_ns < 1e9
         assert run.end_ns - run.start_ns > 0.5e9
         assert not run.interrupted
-    assert 4 <= len(closed.records) <= 6  # a round less where the machine is slow
+    assert 2 <= len(closed.records) <= 6  # a round or two less where the machine is slow
     assert 8 <= len(opened.records) <= 35
 
 
@@ -311,7 +349,7 @@ def test_a_closed_loop_does_not_hammer_a_server_that_refuses() -> None:
     with fake_server(_too_many) as server:
         run = load(server, num_prompts=None, duration_s=0.35, max_concurrency=2)
     assert set(outcomes(run)) == {Outcome.HTTP_ERROR}
-    assert 4 <= len(run.records) <= 8
+    assert 2 <= len(run.records) <= 8
 
 
 def test_a_seed_repeats_the_requests_and_warmups_are_others() -> None:
@@ -434,22 +472,22 @@ def test_the_load_waits_until_the_server_is_ready() -> None:
         server.health = [404]  # no such route: the models answer for it
         assert len(load(server).records) == 5
         server.health = [503]
-        with pytest.raises(ServerNotReadyError, match=r"not ready after 0\.3 s: HTTP status 503"):
-            load(server, ready_timeout_s=0.3)
+        with pytest.raises(ServerNotReadyError, match=r"not ready after 1 s: HTTP status 503"):
+            load(server, ready_timeout_s=1.0)
         server.health = [401]
-        began = time.monotonic()
+        began_s = time.monotonic()
         with pytest.raises(ServerNotReadyError, match="OPENAI_API_KEY"):
-            load(server, ready_timeout_s=30.0)
-        assert time.monotonic() - began < 5
+            load(server)
+        assert time.monotonic() - began_s < PATIENCE_S / 2, "it has waited for another answer"
 
 
 def test_a_server_that_never_answers_is_waited_for_as_long_as_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        began = time.monotonic()
+        began_s = time.monotonic()
         with pytest.raises(ServerNotReadyError, match=r"not ready after 0\.3 s"):
             run_in_loop(LoadSettings(base_url=url, ready_timeout_s=0.3), PROMPTS)
-    assert time.monotonic() - began < 5
+    assert 0.3 <= time.monotonic() - began_s < SOON_S
 
 
 def command(*arguments: str) -> subprocess.Popen[str]:
@@ -468,10 +506,10 @@ def test_the_command_prints_tables_and_one_document_and_writes_its_files(tmp_pat
     with fake_server(steady(ttft_s=0.01, itl_s=0.001)) as server:
         process = command(
             *("--base-url", f"{server.url}/v1", "--num-prompts", "20", "--max-concurrency", "4"),
-            *("--output-len", "5", "--num-warmups", "2", "--goodput", "ttft:500"),
+            *("--output-len", "5", "--num-warmups", "2", "--goodput", "ttft:60000"),
             *("--save", str(saved), "--save-detailed", "--plot", str(plot)),
         )
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     *lines, last = out.splitlines()
     document = json.loads(last)
@@ -491,12 +529,10 @@ def test_ctrl_c_reports_what_there_is() -> None:
             *("--base-url", server.url, "--num-prompts", "500", "--request-rate", "40"),
             *("--max-concurrency", "5"),
         )
-        deadline = time.monotonic() + 30
-        while len(server.exchanges) < 8 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: len(server.exchanges) >= 8)
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
     document = json.loads(out.splitlines()[-1])
     assert document["interrupted"] is True
@@ -511,12 +547,10 @@ def test_ctrl_c_reports_what_there_is() -> None:
 def test_ctrl_c_ends_the_wait_for_a_server() -> None:
     with fake_server(steady(ttft_s=0.0, itl_s=0.0)) as server:
         server.health = [503]
-        process = command("--base-url", server.url, "--ready-timeout", "60")
-        deadline = time.monotonic() + 30
-        while not server.num_connections and time.monotonic() < deadline:
-            time.sleep(0.02)
+        process = command("--base-url", server.url, "--ready-timeout", "600")
+        wait_until(lambda: server.num_connections)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
     assert out == ""
 
@@ -525,7 +559,7 @@ def test_a_server_that_is_not_there_is_an_error_in_words() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = command("--base-url", f"http://127.0.0.1:{port}", "--ready-timeout", "0.2")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert out == ""
     assert err.startswith("isinglass: error: ")
@@ -535,7 +569,7 @@ def test_a_server_that_is_not_there_is_an_error_in_words() -> None:
 def test_a_run_without_one_success_fails() -> None:
     with fake_server(_too_many) as server:
         process = command("--base-url", server.url, "--num-prompts", "3")
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "later" in out
     assert json.loads(out.splitlines()[-1])["outcomes"] == {"http_429": 3}

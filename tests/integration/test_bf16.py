@@ -7,6 +7,7 @@ are taken after each row's mean has been removed, since a shift of all logits ch
 import copy
 
 import numpy as np
+import pytest
 import torch
 
 from engine import LLM, SamplingParams
@@ -26,6 +27,7 @@ def errors(logits: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return np.abs(difference - difference.mean(-1, keepdims=True))
 
 
+@pytest.mark.usefixtures("cores_with_threads")
 def test_logits_are_within_rounding_of_float32(
     embedded_reference: ReferenceModel, embedded_prompts: list[list[int]]
 ) -> None:

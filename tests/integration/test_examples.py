@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.server_process import free_port
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("[0-9]*.py"))
@@ -28,7 +29,7 @@ def run(command: list[str], cwd: Path, *, stdin: str | None = None) -> str:
         input=stdin or "",
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -32,13 +32,14 @@ from engine import (
 from engine.checkpoint.locate import embedded_model_path
 from instrumentation import Event, RequestTimeline
 from tests.integration.conftest import SMALL
+from tests.integration.measures import counter
 from tests.integration.scripts import (
     children_of_this_process,
     is_running,
     script,
     socket_folders,
-    wait_until,
 )
+from tests.waiting import PATIENCE_S, SOON_S, wait_until
 from traces.journal_reader import read_run
 from traces.perfetto import write_perfetto
 from traces.summary import summarize
@@ -57,11 +58,11 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def kill_soon(llm: LLM) -> tuple[threading.Thread, list[float]]:
-    """SIGKILL the core in a while; the list receives the time of it."""
+    """SIGKILL the core once it has made some steps; the list receives the time of it."""
     killed_at: list[float] = []
 
     def kill() -> None:
-        time.sleep(0.7)
+        wait_until(lambda: counter(llm, "isinglass_steps_total") > 20)
         killed_at.append(time.monotonic())
         os.kill(llm.llm_engine.engine_core.core_pid, signal.SIGKILL)
 
@@ -76,7 +77,7 @@ def test_death_of_the_core_during_generation(long_llama: Path, temporary: Path) 
     thread, killed_at = kill_soon(llm)
     with pytest.raises(EngineDeadError, match="killed by signal 9") as caught:
         llm.generate([[5, 6, 7]] * 3, LONG, use_tqdm=False)
-    assert time.monotonic() - killed_at[0] < 2.0
+    assert time.monotonic() - killed_at[0] < SOON_S
     assert caught.value.exit_code == -signal.SIGKILL
     thread.join()
     calls: list[Callable[[], Any]] = [
@@ -88,7 +89,7 @@ def test_death_of_the_core_during_generation(long_llama: Path, temporary: Path) 
         began = time.monotonic()
         with pytest.raises(EngineDeadError, match="killed by signal 9"):
             call()
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < SOON_S
     errors = [
         metric.value
         for metric in llm.get_metrics()
@@ -127,7 +128,7 @@ def test_death_of_an_idle_core(tiny_llama: Path, temporary: Path) -> None:
         assert engine_up(llm) == 1
         os.kill(llm.llm_engine.engine_core.core_pid, signal.SIGKILL)
         # Whoever watches the endpoint learns of it without a request.
-        wait_until(lambda: engine_up(llm) == 0, 10, "the engine is still up")
+        wait_until(lambda: engine_up(llm) == 0, "the engine is still up")
         with pytest.raises(EngineDeadError) as caught:
             llm.generate([[5]], use_tqdm=False)
         assert caught.value.exit_code == -signal.SIGKILL
@@ -138,7 +139,7 @@ def test_termination_of_the_core(tiny_llama: Path, temporary: Path) -> None:
     with LLM(tiny_llama, skip_tokenizer_init=True, **SMALL) as llm:
         pid = llm.llm_engine.engine_core.core_pid
         os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not is_running(pid), 5, "still running")
+        wait_until(lambda: not is_running(pid), "still running")
         with pytest.raises(EngineDeadError) as caught:
             llm.generate([[5]], use_tqdm=False)
         assert caught.value.exit_code == 0, "it stops in good order"
@@ -228,27 +229,26 @@ def test_a_message_that_cannot_be_read_ends_only_its_own_request(tiny_llama: Pat
 
 
 def test_a_second_ctrl_c_while_the_core_boots(tiny_llama: Path) -> None:
-    body = "import threading\nthreading.Timer(0.5, say, ['now']).start()\nstart()"
-    with script(body, model=tiny_llama) as running:
-        running.wait_for("now")
-        wait_until(lambda: socket_folders(running.folder), 10, "no core is being started")
-        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
-        running.core_pid = int(children.read_text().split()[0])
+    with script("start()", model=tiny_llama) as running:
+        running.wait_for_core()
         began = time.monotonic()
         for _ in range(3):
             running.interrupt()
             time.sleep(0.03)
         code, _, _ = running.finish()
         assert code == -signal.SIGINT
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < SOON_S
         running.assert_nothing_left()
 
 
 def test_a_ctrl_c_while_the_core_is_being_stopped(long_llama: Path) -> None:
-    """The core is stopped (SIGSTOP), so that it does not answer to being asked."""
-    body = """
+    """The core is stopped (SIGSTOP), so that it does not answer to being asked.
+
+    It would be waited for until long after we have lost patience.
+    """
+    body = f"""
 import os, signal, threading, time
-llm = start()
+llm = start(engine_shutdown_timeout_s={2 * PATIENCE_S})
 os.kill(llm.llm_engine.engine_core.core_pid, signal.SIGSTOP)
 threading.Timer(0.5, say, ["stopping"]).start()
 try:
@@ -260,11 +260,9 @@ say("left", os.listdir(os.environ["TMPDIR"]))
 """
     with script(body, model=long_llama) as running:
         running.wait_for("stopping")
-        began = time.monotonic()
         running.interrupt()
         running.wait_for("caught")
         assert "isinglass-" not in running.wait_for("left")
-        assert time.monotonic() - began < 3.0
         assert running.finish()[0] == 0
         running.assert_nothing_left()
 
@@ -300,7 +298,7 @@ def test_death_of_the_caller(long_llama: Path) -> None:
         running.wait_for("core")
         time.sleep(0.5)
         running.process.kill()
-        running.assert_nothing_left(within_s=5.0)
+        running.assert_nothing_left()
 
 
 def test_termination_of_the_caller(long_llama: Path) -> None:
@@ -310,6 +308,17 @@ def test_termination_of_the_caller(long_llama: Path) -> None:
         running.process.terminate()
         code, _, _ = running.finish()
         assert code == -signal.SIGTERM
+        running.assert_nothing_left()
+
+
+@pytest.mark.usefixtures("heeded_hangups")
+def test_a_terminal_that_is_closed(long_llama: Path) -> None:
+    """All that was started there gets SIGHUP, and the core is still there to tidy up."""
+    with script("llm = start()\ngenerate(llm, 30_000)", model=long_llama) as running:
+        running.wait_for("core")
+        os.killpg(running.process.pid, signal.SIGHUP)
+        code, _, _ = running.finish()
+        assert code == -signal.SIGHUP
         running.assert_nothing_left()
 
 
@@ -323,19 +332,16 @@ def test_ctrl_c_ends_a_script_cleanly(body: str, long_llama: Path) -> None:
         code, _, err = running.finish()
         # Python ends itself by the signal, so that a shell loop around it stops too.
         assert code == -signal.SIGINT
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < SOON_S
         assert "KeyboardInterrupt" in err
         assert "EngineDeadError" not in err
         running.assert_nothing_left()
 
 
 def test_ctrl_c_during_start_up(tiny_llama: Path) -> None:
-    body = "say('starting')\nimport threading\nthreading.Timer(0.9, say, ['now']).start()\nstart()"
-    with script(body, model=tiny_llama) as running:
-        running.wait_for("now")
-        wait_until(lambda: socket_folders(running.folder), 10, "no core is being started")
-        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
-        running.core_pid = int(children.read_text().split()[0])
+    with script("start()", model=tiny_llama) as running:
+        running.wait_for_core()
+        time.sleep(0.5)  # it is under way, and takes longer than that
         running.interrupt()
         code, _, _ = running.finish()
         assert code == -signal.SIGINT

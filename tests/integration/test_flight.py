@@ -16,8 +16,8 @@ from engine.core.engine_core import EngineCore
 from instrumentation import Event, FlightReason
 from tests.integration.conftest import SMALL
 from tests.integration.measures import counter
-from tests.integration.scripts import wait_until
 from tests.tiny_models import VOCAB_SIZE
+from tests.waiting import wait_until
 from traces.flight import FlightRecord, read_flight
 from traces.summary import summarize
 
@@ -158,9 +158,7 @@ def test_on_request_by_signal_and_at_a_slow_step(tiny_llama: Path, tmp_path: Pat
         assert Path(path).name.startswith("flight-api-core-")
         os.kill(core_pid(llm), signal.SIGUSR2)
         for reason in ("signal", "slow_step"):
-            wait_until(
-                lambda reason=reason: list(tmp_path.glob(f"flight-{reason}-core-*")), 10, reason
-            )
+            wait_until(lambda reason=reason: list(tmp_path.glob(f"flight-{reason}-core-*")), reason)
         again = llm.generate(prompts(4), PARAMS, use_tqdm=False)
         assert [one.outputs[0].token_ids for one in again] == tokens
         record = read_flight(path)

@@ -24,11 +24,12 @@ from engine import (
     SamplingParamsError,
     TokenizerError,
 )
-from tests.integration.conftest import QUIET, SMALL
+from tests.integration.conftest import EXACT, SMALL
 from tests.integration.measures import counter, histogram, series
 from tests.integration.processors import EvenTokensOnly, OnlyToken, RepeatPrompt
 from tests.integration.reference import random_prompts
 from tests.tiny_models import VOCAB_SIZE
+from tests.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 FRANCE = "The capital of France is"
@@ -37,7 +38,7 @@ FRANCE = "The capital of France is"
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """The embedded model in a process of its own."""
-    settings = QUIET | {"kv_cache_memory_bytes": 128 << 20, "max_num_batched_tokens": 256}
+    settings = EXACT | {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 256}
     with LLM(**settings) as engine:
         yield engine
 
@@ -284,7 +285,6 @@ def test_chat(llm: LLM) -> None:
         return [{"role": "user", "content": f"What is the capital of {country}?"}]
 
     params = SamplingParams(temperature=0, max_tokens=24)
-    # Its first token is far from a tie; after "France" two tokens are within bfloat16's rounding.
     (output,) = llm.chat(ask("Japan"), params, use_tqdm=False)
     assert "Tokyo" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
@@ -360,7 +360,7 @@ def test_prefixes_are_not_reset_amid_another_threads_generation(
         return outputs
 
     def reset() -> None:
-        assert has_begun.wait(10)
+        assert has_begun.wait(PATIENCE_S)
         resets.append(tiny.reset_prefix_cache())
 
     monkeypatch.setattr(tiny.llm_engine, "step", slow_step)
@@ -658,7 +658,7 @@ def test_two_engines_side_by_side(llm: LLM, tiny: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE_S)
     assert [output.outputs[0].text for output in results["large"]] == [text] * 3
     assert tokens(results["small"]) == other * 3
 
@@ -676,7 +676,7 @@ def test_two_threads_share_an_engine(tiny: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE_S)
     assert results == expected
 
 

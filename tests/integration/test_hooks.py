@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from instrumentation import Event
 from instrumentation.hooks.registry import BUILTIN_HOOKS
+from tests.waiting import PATIENCE_S, wait_until
 from traces.journal_reader import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +50,7 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Run:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
 
     return call
@@ -83,17 +85,21 @@ def tell_hook(tmp_path: Path) -> str:
 APPLIED = "applied to json with json.encoder"
 
 
-def test_without_the_gate_nothing_happens_and_it_takes_less_than_a_millisecond(run: Run) -> None:
+def test_without_the_gate_nothing_happens_and_it_takes_next_to_no_time(run: Run) -> None:
+    """Some tenths of a millisecond: a fraction of what Python's own start takes."""
     code = (
         "import sys; print([m for m in sys.modules if 'isinglass' in m or m == 'instrumentation'])"
     )
     assert run("-c", code).stdout == "[]\n"
-    times_us = []
+    times_us: dict[str, list[int]] = {"sitecustomize": [], "encodings": []}
     for _ in range(15):
-        lines = run("-X", "importtime", "-c", "pass").stderr.splitlines()
-        (line,) = [line for line in lines if line.endswith(" sitecustomize")]
-        times_us.append(int(line.split("|")[1]))
-    assert statistics.median(times_us) < 1000
+        for line in run("-X", "importtime", "-c", "pass").stderr.splitlines():
+            _, in_all_us, name = line.split("|")
+            if name.strip() in times_us:
+                times_us[name.strip()].append(int(in_all_us))
+    assert len(times_us["sitecustomize"]) == 15
+    medians = {name: statistics.median(times) for name, times in times_us.items()}
+    assert medians["sitecustomize"] < medians["encodings"] / 2
 
 
 @pytest.mark.parametrize("gate", ["", "tell"])
@@ -250,7 +256,7 @@ def test_an_interpreter_without_our_packages_can_be_hooked(run: Run, tmp_path: P
             },
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
 
     without = call("")
@@ -407,7 +413,20 @@ def test_layers_have_no_ranges_where_no_tool_listens(run: Run) -> None:
 
 def test_a_stall_is_dumped_once(run: Run, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import time\ndef stuck():\n    time.sleep(3)\nstuck()\n")
+    # It is stuck until its stacks have been written down, and a little longer.
+    script.write_text(
+        "import pathlib, threading, time\n"
+        f"folder, ends = pathlib.Path({str(tmp_path / 'hooks')!r}), threading.Event()\n"
+        "def end():\n"
+        "    while not any('stuck' in file.read_text() for file in folder.glob('stall.*.txt')):\n"
+        "        time.sleep(0.1)\n"
+        "    time.sleep(1)\n"
+        "    ends.set()\n"
+        "def stuck():\n"
+        "    ends.wait()\n"
+        "threading.Thread(target=end, daemon=True).start()\n"
+        "stuck()\n"
+    )
     done = run(str(script), ISINGLASS_HOOKS="py-spy-dump-on-stall", ISINGLASS_HOOKS_STALL_S="0.5")
     assert done.returncode == 0
     (file,) = (tmp_path / "hooks").glob("stall.*.txt")
@@ -495,8 +514,14 @@ def test_a_profile_can_be_asked_for_twice(environment: dict[str, str], tmp_path:
         thread_id = int(process.stdout.readline())
         pattern = f"torch.rank3.{process.pid}*"
         wait_for_files(tmp_path / "hooks", pattern, 1)
-        time.sleep(0.2)  # the hook says that it has written, then waits anew
-        subprocess.run(["kill", "-USR1", str(process.pid)], check=True)
+
+        def is_written_again() -> bool:
+            """Asked more than once: the hook says that it has written, then waits anew."""
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+            return len(list((tmp_path / "hooks").glob(pattern))) > 1
+
+        wait_until(is_written_again)
         files = wait_for_files(tmp_path / "hooks", pattern, 2)
         process.stdin.close()
     assert process.returncode == 0
@@ -533,10 +558,8 @@ def test_a_profile_that_is_asked_for_before_torch_is_there_waits(run: Run, tmp_p
 
 def wait_for_files(folder: Path, pattern: str, number: int) -> list[Path]:
     """Wait until a folder holds that many files of a pattern."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        files = sorted(folder.glob(pattern))
-        if len(files) >= number:
-            return files
-        time.sleep(0.05)
-    raise AssertionError(f"{folder} has not got {number} files {pattern}")
+    wait_until(
+        lambda: len(list(folder.glob(pattern))) >= number,
+        f"{folder} has not got {number} files {pattern}",
+    )
+    return sorted(folder.glob(pattern))

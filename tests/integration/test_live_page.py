@@ -25,8 +25,10 @@ from instrumentation import StepLabel, parse_step_label, step_kind
 from instrumentation.metric_info import METRICS
 from tests.integration import server_process
 from tests.integration.browser import CHROMIUM, Tab, browser
+from tests.integration.server_facts import scrape
 from tests.integration.server_process import SMALL_FLAGS, ServerProcess
 from tests.tiny_models import build_tiny_checkpoint
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 
@@ -129,7 +131,7 @@ async def listening(url: str) -> AsyncIterator[Listener]:
                     ready.set()
 
     task = asyncio.create_task(listen())
-    await asyncio.wait_for(ready.wait(), 20)
+    await asyncio.wait_for(ready.wait(), PATIENCE_S)
     try:
         yield listener
     finally:
@@ -170,9 +172,12 @@ def nearest_rank(values: Counter[int], rank: int) -> int:
     return ordered[-(-rank * len(ordered) // 100) - 1]
 
 
-async def go_quiet(tab: Tab) -> None:
-    """Wait until the page has drawn all there is."""
+async def go_quiet(tab: Tab, listener: Listener, server: ServerProcess) -> None:
+    """Wait until the page, and the listener, have been told of all there is."""
+    num_steps = (await asyncio.to_thread(scrape, server.url)).total("steps_total")
+    await tab.until(f"isinglass.state.steps.length === {num_steps:g}")
     await tab.until("isinglass.state.requests.every(one => one.end !== null)")
+    await until(lambda: len(listener.steps) == num_steps, "the listener has not heard all")
     await asyncio.sleep(1.6)
 
 
@@ -194,7 +199,7 @@ async def _shows_what_the_records_say(
         picture = await tab.screenshot(tmp_path / "live.png")
         assert len(picture) > 40_000, "the page is all but empty"
         await loading
-        await go_quiet(tab)
+        await go_quiet(tab, listener, server)
         state = await tab.evaluate("isinglass.state")
 
         # Steps: each once, and as recorded.
@@ -285,7 +290,7 @@ async def _words_and_keys(tab: Tab, listener: Listener) -> None:
 async def _looks(tab: Tab, tmp_path: Path) -> None:
     """Both schemes, a narrow window, and no work while nothing happens."""
     before = -1
-    async with asyncio.timeout(10):  # what the last key has begun comes to rest first
+    async with asyncio.timeout(PATIENCE_S):  # what the last key has begun comes to rest first
         while (now := await tab.evaluate("isinglass.state.numFrames")) != before:
             before = now
             await asyncio.sleep(0.3)
@@ -294,13 +299,11 @@ async def _looks(tab: Tab, tmp_path: Path) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
     light = await tab.evaluate(background)
     await tab.prefer("dark")
-    await asyncio.sleep(0.3)
-    assert await tab.evaluate(background) != light
+    await tab.until(f"{background} !== {json.dumps(light)}")
     dark_picture = await tab.screenshot(tmp_path / "dark.png")
     await tab.resize(400, 800)
-    await asyncio.sleep(0.3)
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert await tab.evaluate(overflow) <= 0
+    await tab.until(f"innerWidth === 400 && {overflow} <= 0")
     assert await tab.screenshot(tmp_path / "narrow.png") != dark_picture
     await tab.resize(1440, 1000)
 
@@ -322,7 +325,7 @@ def test_files_and_stream_over_http(server: ServerProcess) -> None:
             assert "Retry-After" in answers[-1].headers
             for one in answers:
                 one.close()
-        async with asyncio.timeout(5), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
             status = 503
             while status != 200:  # those who left have made room
                 async with session.get(f"{server.url}/live/events") as answer:
@@ -349,7 +352,7 @@ def test_the_page_comes_back_after_a_restart(
             await tab.until("['lost', 'ended'].includes(isinglass.state.connection)")
             assert await tab.evaluate("!document.querySelector('#notice').hidden")
         with ServerProcess(*model_flags) as second:
-            await tab.until("isinglass.state.connection === 'live'", within_s=30)
+            await tab.until("isinglass.state.connection === 'live'")
             assert await tab.evaluate("isinglass.state.steps.length") == 0
             assert await tab.evaluate("document.querySelector('#notice').hidden")
             await load(second.url, num_requests=3, seed=1)

@@ -206,6 +206,7 @@ def test_modes_with_a_processor_that_masks(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cores_with_threads")
 def test_embedded_model_across_processes(
     embedded_reference: ReferenceModel, embedded_prompts: list[list[int]]
 ) -> None:

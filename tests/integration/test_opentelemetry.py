@@ -32,6 +32,7 @@ from tests.integration.otlp_receiver import (
 from tests.integration.reference import random_prompts
 from tests.integration.scripts import ROOT
 from tests.tiny_models import VOCAB_SIZE
+from tests.waiting import PATIENCE_S
 from traces.journal_reader import read_run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -599,25 +600,23 @@ def test_a_bad_receiver_harms_nobody(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(4 * PATIENCE_S))
     monkeypatch.setattr("instrumentation.otel.selftest.TIMEOUT_S", 0.5)
     with with_grpc() if protocol == "grpc" else with_http() as receiver:
-        receiver.delay_s = 30.0 if trouble == "slow" else 0.0
+        receiver.delay_s = 4 * PATIENCE_S if trouble == "slow" else 0.0
         receiver.refuses = trouble == "refusing"
         endpoint = receiver.endpoint
         if trouble == "down":
             endpoint = f"http://127.0.0.1:{free_port()}"
         caplog.set_level(logging.WARNING, logger="isinglass.telemetry")
-        began = time.monotonic()
+        began_s = time.monotonic()
         with engine(tiny_llama, endpoint, trace_steps="all") as llm:
             timed_run(llm)
-            used = time.monotonic() - began
             tracer = llm.llm_engine.tracer
             tracer.telemetry.self_test.join()  # type: ignore[attr-defined]
             assert tracer.num_errors >= 1
             timed_run(llm)
-            began = time.monotonic()
-        assert time.monotonic() - began < 3.0
-        assert used < 10.0
+        assert time.monotonic() - began_s < PATIENCE_S, "neither steps nor the end wait for it"
         assert tracer.num_drops > 0
         assert not receiver.trace_requests
     warnings = [one.getMessage() for one in caplog.records if "cannot be exported" in one.message]
@@ -664,7 +663,7 @@ def test_without_a_receiver_nothing_is_imported(tiny_llama: Path) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert json.loads(done.stdout) == []
@@ -701,7 +700,7 @@ def test_the_applications_own_provider_is_used(tiny_llama: Path) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     parents = dict(json.loads(done.stdout))

@@ -127,6 +127,7 @@ def check_embedded(
     return count_ties(outputs, [reference.greedy(prompt, num_tokens) for prompt in prompts])
 
 
+@pytest.mark.usefixtures("cores_with_threads")
 def test_embedded_model_in_short(
     embedded_reference: ReferenceModel,
     embedded_prompts: list[list[int]],
@@ -138,6 +139,7 @@ def test_embedded_model_in_short(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cores_with_threads")
 @pytest.mark.parametrize(
     ("mode", "settings"),
     [

@@ -21,6 +21,7 @@ from tests.integration.conftest import SMALL
 from tests.integration.reference import random_prompts
 from tests.tiny_models import VOCAB_SIZE
 from tests.unit.test_perfetto import Drawn, Loaded, load
+from tests.waiting import wait_until
 from traces.cli import run_convert
 from traces.journal_reader import Run, read_run
 from traces.perfetto import write_perfetto
@@ -39,15 +40,10 @@ def generate(llm: LLM, num_tokens: int) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def wait_for_file(llm: LLM, within_s: float = 60) -> ProfileStatus:
-    deadline = time.monotonic() + within_s
-    while (status := llm.profile_status()[0]).state in (
-        ProfileState.RUNNING,
-        ProfileState.EXPORTING,
-    ):
-        assert time.monotonic() < deadline, status
-        time.sleep(0.02)
-    return status
+def wait_for_file(llm: LLM) -> ProfileStatus:
+    unfinished = (ProfileState.RUNNING, ProfileState.EXPORTING)
+    wait_until(lambda: llm.profile_status()[0].state not in unfinished, "it is not written")
+    return llm.profile_status()[0]
 
 
 def document_of(status: ProfileStatus) -> dict[str, Any]:
@@ -64,6 +60,8 @@ class Profiled:
     tokens: list[list[int]]
     unprofiled: list[list[int]]
     stop_s: float
+    written_s: float
+    """From the same time on, when its file was there."""
     num_steps_after_stop: int
 
 
@@ -82,16 +80,17 @@ def profiled(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Prof
         thread.start()
         while llm.profile_status()[0].num_steps < 20:
             time.sleep(0.005)
-        began = time.monotonic()
+        began_s = time.monotonic()
         (stopped,) = llm.stop_profile()
-        stop_s = time.monotonic() - began
+        stop_s = time.monotonic() - began_s
         stopped_ns = time.monotonic_ns()
         assert stopped.state in (ProfileState.EXPORTING, ProfileState.DONE)
         thread.join()
         status = wait_for_file(llm)
+        written_s = time.monotonic() - began_s
     run = read_run(llm.run_dir)
     after = sum(step.begin_ns > stopped_ns for step in run.worker_steps)
-    return Profiled(run, status, tokens, unprofiled, stop_s, after)
+    return Profiled(run, status, tokens, unprofiled, stop_s, written_s, after)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def test_tokens_are_the_same_and_keep_flowing(profiled: Profiled) -> None:
     assert profiled.status.end_reason == "stop"
     assert 20 <= profiled.status.num_steps < len(profiled.run.worker_steps) // 2
     assert profiled.num_steps_after_stop > 10
-    assert profiled.stop_s < 1.0
+    assert profiled.stop_s < profiled.written_s / 2
 
 
 def test_the_chrome_trace_names_its_rank_and_its_steps(profiled: Profiled) -> None:

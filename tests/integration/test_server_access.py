@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.scripts import wait_until
 from tests.integration.server_process import ROOT, SMALL_FLAGS, ServerProcess
+from tests.waiting import PATIENCE_S, wait_until
 
 SERVE = (sys.executable, "-m", "engine.api.cli", "serve")
 COMPLETION = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True, "temperature": 0}
@@ -29,7 +28,7 @@ def wait_until_ready(server: ServerProcess) -> str:
     """The ready line, for servers that cannot be asked in plain HTTP over TCP."""
     pattern = re.compile(r"^.* ready: .*$", re.MULTILINE)
     wait_until(
-        lambda: pattern.search(server.log()) or server.process.poll() is not None, 60, "not ready"
+        lambda: pattern.search(server.log()) or server.process.poll() is not None, "not ready"
     )
     found = pattern.search(server.log())
     assert found is not None, server.log()
@@ -84,7 +83,7 @@ def client_of(certificates: Path, name: str | None = "client", **options: Any) -
     context = ssl.create_default_context(cafile=str(certificates / "server.pem"))
     if name is not None:
         context.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
-    return httpx.Client(verify=context, timeout=20, **options)
+    return httpx.Client(verify=context, timeout=PATIENCE_S, **options)
 
 
 def test_tls_keys_and_names(tls_server: ServerProcess, certificates: Path) -> None:
@@ -123,7 +122,7 @@ def test_no_key_is_ever_shown(tls_server: ServerProcess, certificates: Path) -> 
 def test_plain_http_at_a_tls_port_disturbs_nobody(
     tls_server: ServerProcess, certificates: Path
 ) -> None:
-    with socket.create_connection(("127.0.0.1", tls_server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", tls_server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"ready" not in connection.recv(4096)
     with client_of(certificates) as client:
@@ -161,7 +160,7 @@ def uds_server(text_llama: Path, socket_path: Path) -> Iterator[ServerProcess]:
 @pytest.fixture
 def uds_client(uds_server: ServerProcess, socket_path: Path) -> Iterator[httpx.Client]:
     transport = httpx.HTTPTransport(uds=str(socket_path))
-    with httpx.Client(transport=transport, base_url="http://server", timeout=30) as client:
+    with httpx.Client(transport=transport, base_url="http://server", timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -179,7 +178,7 @@ def test_a_second_server_does_not_take_the_file(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 1
@@ -194,12 +193,16 @@ def test_what_waits_is_bounded(uds_server: ServerProcess, socket_path: Path) -> 
     body = COMPLETION | {"max_tokens": 200}
 
     def send(number: int) -> httpx.Response:
-        transport = httpx.HTTPTransport(uds=str(socket_path))
-        with httpx.Client(transport=transport, base_url="http://server", timeout=60) as client:
-            return client.post("/v1/completions", json=body)
+        return client.post("/v1/completions", json=body)
 
-    with ThreadPoolExecutor(num_clients) as threads:
+    limits = httpx.Limits(max_connections=num_clients)
+    transport = httpx.HTTPTransport(uds=str(socket_path), limits=limits)
+    with (
+        httpx.Client(transport=transport, base_url="http://server", timeout=PATIENCE_S) as client,
+        ThreadPoolExecutor(num_clients) as threads,
+    ):
         answers = list(threads.map(send, range(num_clients)))
+        assert send(0).status_code == 200, "whoever comes now finds an empty queue"
     served = [one for one in answers if one.status_code == 200]
     refused = [one for one in answers if one.status_code == 429]
     assert len(served) + len(refused) == num_clients
@@ -212,8 +215,6 @@ def test_what_waits_is_bounded(uds_server: ServerProcess, socket_path: Path) -> 
         assert 1 <= int(one.headers["retry-after"]) <= 60
     rejected = metric(socket_path, "requests_rejected_total", 'error="QueueFullError"')
     assert rejected - rejected_before == len(refused)
-    # Whoever comes now finds an empty queue.
-    assert send(0).status_code == 200
 
 
 def test_a_batch_is_let_in_whole_or_not_at_all(uds_client: httpx.Client, socket_path: Path) -> None:
@@ -246,22 +247,22 @@ def test_clients_that_leave_make_room(uds_server: ServerProcess, socket_path: Pa
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
         sockets.append(connection)
-        time.sleep(0.1)
+        wait_until(lambda: metric(socket_path, "requests_in_flight") == len(sockets))
+        wait_until(lambda: metric(socket_path, "requests_running") == 1)
     transport = httpx.HTTPTransport(uds=str(socket_path))
-    with httpx.Client(transport=transport, base_url="http://server", timeout=30) as client:
+    with httpx.Client(transport=transport, base_url="http://server", timeout=PATIENCE_S) as client:
         assert client.post("/v1/completions", json=COMPLETION).status_code == 429
         for connection in sockets:
             connection.close()
         wait_until(
             lambda: client.post("/v1/completions", json=COMPLETION).status_code == 200,
-            10,
             "requests whose clients have left still wait",
         )
 
 
 def metric(socket_path: Path, name: str, label: str = "") -> float:
     transport = httpx.HTTPTransport(uds=str(socket_path))
-    with httpx.Client(transport=transport, base_url="http://server", timeout=10) as client:
+    with httpx.Client(transport=transport, base_url="http://server", timeout=PATIENCE_S) as client:
         text = client.get("/metrics").text
     values = [
         float(line.rpartition(" ")[2])
@@ -297,7 +298,7 @@ def test_a_config_file_an_address_of_ipv6_and_cors(text_llama: Path, tmp_path: P
         line = wait_until_ready_json(server)
         found = re.search(rf"address (http://{shown}:\d+),", line)
         assert found is not None, line
-        with httpx.Client(base_url=found[1], timeout=20) as client:
+        with httpx.Client(base_url=found[1], timeout=PATIENCE_S) as client:
             assert client.get("/v1/models").status_code == 401
             headers = {"Authorization": "Bearer other-key", "Origin": "https://app.example"}
             models = client.get("/v1/models", headers=headers)
@@ -310,7 +311,7 @@ def test_a_config_file_an_address_of_ipv6_and_cors(text_llama: Path, tmp_path: P
 def wait_until_ready_json(server: ServerProcess) -> str:
     pattern = re.compile(r'^\{.*"message": "(ready: [^"]*)".*\}$', re.MULTILINE)
     wait_until(
-        lambda: pattern.search(server.log()) or server.process.poll() is not None, 60, "not ready"
+        lambda: pattern.search(server.log()) or server.process.poll() is not None, "not ready"
     )
     found = pattern.search(server.log())
     assert found is not None, server.log()
@@ -342,7 +343,7 @@ def test_the_table_of_a_terminal_says_what_was_decided(text_llama: Path) -> None
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        wait_until(lambda: b"start-up" in shown, 60, "no table")
+        wait_until(lambda: b"start-up" in shown, "no table")
         rows = dict(
             line.strip().split("  ", 1)
             for line in shown.decode().splitlines()
@@ -351,9 +352,9 @@ def test_the_table_of_a_terminal_says_what_was_decided(text_llama: Path) -> None
         assert {"address", "dtype", "device", "context", "KV cache", "metrics"} <= set(rows)
         assert rows["context"].strip() == "32,768 tokens"
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(15) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()
-        reader.join(5)
+        reader.join(PATIENCE_S)
         os.close(leader)

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from engine.api.cli import main
-from tests.integration.scripts import is_running, socket_folders, wait_until
+from tests.integration.scripts import is_running, socket_folders
 from tests.integration.server_facts import processes
 from tests.integration.server_process import (
     ROOT,
@@ -32,6 +32,7 @@ from tests.integration.server_process import (
     folder_for_servers,
     free_port,
 )
+from tests.waiting import PATIENCE_S, wait_until
 
 LONG = {"prompt": "On and on", "max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
 
@@ -60,7 +61,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
+            with httpx.stream("POST", self._url, json=self._body, timeout=PATIENCE_S) as response:
                 self.status, self.headers = response.status_code, response.headers
                 for line in response.iter_lines():
                     if line:
@@ -70,11 +71,11 @@ class Client(threading.Thread):
             self.error = error
 
     def wait_for_tokens(self) -> "Client":
-        wait_until(lambda: len(self.events) > 3, 20, f"no tokens: {self.error}")
+        wait_until(lambda: len(self.events) > 3, f"no tokens: {self.error}")
         return self
 
     def finish(self) -> "Client":
-        self.join(30)
+        self.join(PATIENCE_S)
         assert not self.is_alive()
         return self
 
@@ -96,19 +97,21 @@ def running(model: Path, *flags: str, **options: Any) -> Iterator[ServerProcess]
 
 
 def assert_nothing_left(core_pids: list[int], temporary: Path) -> None:
-    wait_until(lambda: not any(map(is_running, core_pids)), 5, "an orphan core")
-    wait_until(lambda: not socket_folders(temporary), 5, "a socket folder is left")
+    wait_until(lambda: not any(map(is_running, core_pids)), "an orphan core")
+    wait_until(lambda: not socket_folders(temporary), "a socket folder is left")
 
 
-def wait_for_end(server: ServerProcess, within_s: float) -> int:
+def wait_for_end(server: ServerProcess) -> int:
     try:
-        return server.process.wait(within_s)
+        return server.process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"it goes on after {within_s:g} s:\n{server.log()}") from None
+        raise AssertionError(f"it goes on:\n{server.log()}") from None
 
 
 def ask(server: ServerProcess) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 1}, timeout=10)
+    return httpx.post(
+        f"{server.url}/v1/completions", json=LONG | {"max_tokens": 1}, timeout=PATIENCE_S
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
@@ -120,20 +123,20 @@ def test_running_requests_end_and_new_ones_are_refused(
         pids = server.children()
         client = Client(server, max_tokens=1500).wait_for_tokens()
         watcher = threading.Thread(
-            target=lambda: httpx.get(f"{server.url}/live/events", timeout=60), daemon=True
+            target=lambda: httpx.get(f"{server.url}/live/events", timeout=PATIENCE_S), daemon=True
         )
         watcher.start()  # a page that is looked at must not hold the end up
         with contextlib.suppress(httpx.HTTPError):
-            httpx.get(f"{server.url}/health")
+            httpx.get(f"{server.url}/health", timeout=PATIENCE_S)
         os.killpg(server.process.pid, number)
-        wait_until(lambda: server.health() == 503, 5, "it is still healthy")
+        wait_until(lambda: server.health() == 503, "it is still healthy")
         refused = ask(server)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) > 0
         assert refused.json()["error"]["code"] == "shutting_down"
-        assert wait_for_end(server, 30) == 0
+        assert wait_for_end(server) == 0
         client.finish()
-        watcher.join(5)
+        watcher.join(PATIENCE_S)
         assert client.is_complete, client.error
         assert client.events[-1] == "[DONE]"
         last = json.loads(client.events[-2])
@@ -159,10 +162,10 @@ def test_requests_are_cut_off_when_time_is_up(
         streaming = Client(server).wait_for_tokens()
         whole = Client(server, stream=False)
         time.sleep(0.2)
-        began = time.monotonic()
+        began_s = time.monotonic()
         server.process.send_signal(signal.SIGINT)
-        assert wait_for_end(server, 10) == 0
-        assert 0.5 < time.monotonic() - began < 6
+        assert wait_for_end(server) == 0
+        assert time.monotonic() - began_s > 0.5
         error = streaming.finish().last_error
         assert (error["code"], error["type"]) == ("shutting_down", "service_unavailable_error")
         assert "0.5 s" in error["message"]
@@ -172,22 +175,38 @@ def test_requests_are_cut_off_when_time_is_up(
     assert_nothing_left(pids, private_temporary_folder)
 
 
+@pytest.mark.usefixtures("heeded_hangups")
 def test_a_second_signal_ends_at_once(text_llama: Path, private_temporary_folder: Path) -> None:
-    with running(text_llama) as server:
+    """It would wait for the request, which is cut off long after we have lost patience."""
+    with running(text_llama, "--shutdown-timeout", str(2 * PATIENCE_S)) as server:
         pids = server.children()
         client = Client(server).wait_for_tokens()
-        server.process.send_signal(signal.SIGHUP)  # a terminal that was closed
-        wait_until(lambda: "shutting down" in server.log(), 5, "the first signal is ignored")
+        os.killpg(server.process.pid, signal.SIGHUP)  # a terminal that was closed: all get it
         server.process.send_signal(signal.SIGTERM)  # right behind it: the same, once more
+        wait_until(lambda: "shutting down" in server.log(), "the first signal is ignored")
         time.sleep(0.8)
+        num_events = len(client.events)
+        wait_until(lambda: len(client.events) > num_events, "the core has taken the signal")
         assert server.process.poll() is None
-        began = time.monotonic()
         server.process.send_signal(signal.SIGINT)
-        assert wait_for_end(server, 10) == 128 + signal.SIGINT
-        assert time.monotonic() - began < 3
+        assert wait_for_end(server) == 128 + signal.SIGINT
         client.finish()
         assert "Traceback" not in server.log()
     assert_nothing_left(pids, private_temporary_folder)
+
+
+def test_a_server_under_nohup_outlives_its_terminal(
+    text_llama: Path, private_temporary_folder: Path
+) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what `nohup` does
+    with running(text_llama) as server:
+        client = Client(server, max_tokens=300).wait_for_tokens()
+        os.killpg(server.process.pid, signal.SIGHUP)
+        client.finish()
+        assert client.is_complete, client.error
+        assert ask(server).status_code == 200
+        assert "shutting down" not in server.log()
+        assert server.stop() == 0
 
 
 @pytest.mark.slow
@@ -198,18 +217,16 @@ def test_a_signal_during_the_start(
 ) -> None:
     count = f"--api-server-count={num_frontends}"
     with running(text_llama, count, wait=False) as server:
-        wait_until(lambda: server.health() == 503, 30, "it does not listen before it is ready")
+        wait_until(lambda: server.health() == 503, "it does not listen before it is ready")
         refused = ask(server)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_starting")
         assert int(refused.headers["retry-after"]) > 0
-        wait_until(lambda: "EngineCore" in processes(server), 10, "no core")
+        wait_until(lambda: "EngineCore" in processes(server), "no core")
         pids = server.children()
         if hangs:  # as a load of minutes does
             os.kill(processes(server)["EngineCore"], signal.SIGSTOP)
-        began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert wait_for_end(server, 10) == 0
-        assert time.monotonic() - began < 3
+        assert wait_for_end(server) == 0
         assert "Traceback" not in server.log()
     assert_nothing_left(pids, private_temporary_folder)
 
@@ -217,13 +234,13 @@ def test_a_signal_during_the_start(
 @pytest.mark.slow
 def test_a_model_that_is_not_there(tmp_path: Path, private_temporary_folder: Path) -> None:
     with ServerProcess(str(tmp_path / "nothing"), wait=False) as server:
-        assert wait_for_end(server, 20) == 1
+        assert wait_for_end(server) == 1
         log = server.log()
         assert "the engine did not start" in log
         assert str(tmp_path / "nothing") in log
         assert "Traceback" not in log
         with pytest.raises(ConnectionRefusedError):
-            http.client.HTTPConnection("127.0.0.1", server.port, timeout=5).connect()
+            http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S).connect()
     assert_nothing_left([], private_temporary_folder)
 
 
@@ -270,11 +287,11 @@ def test_standard_streams_that_are_closed_or_full(text_llama: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     try:
-        wait_until(lambda: server.health() == 200, 30, "it does not come up")
+        wait_until(lambda: server.health() == 200, "it does not come up")
         answer = ask(server)
         assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 1)
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.server_process import ServerProcess
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +68,7 @@ def test_a_small_task_is_scored(embedded_server: ServerProcess, tmp_path: Path) 
         env={"PATH": "", "HOME": str(tmp_path)} | offline,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

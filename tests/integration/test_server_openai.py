@@ -12,8 +12,9 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.server.protocol.chat import ChatCompletionChunk, ChatCompletionResponse
 from engine.server.protocol.completion import CompletionChunk, CompletionResponse
-from tests.integration.conftest import QUIET
+from tests.integration.conftest import EXACT
 from tests.integration.server_process import ServerProcess, stream_lines
+from tests.waiting import PATIENCE_S
 
 PROMPTS = ["The capital of France is", "Once upon a time", "2 + 2 =", "Emoji: 🙂🙃"]
 CHAT: list[Any] = [{"role": "user", "content": "Name three colours."}]
@@ -24,7 +25,7 @@ MODEL = "SmolLM2-135M-Instruct"
 def client(embedded_server: ServerProcess) -> Iterator[openai.OpenAI]:
     """OpenAI's client, without second attempts that would hide a fault."""
     with openai.OpenAI(
-        base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0, timeout=60
+        base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
 
@@ -32,14 +33,14 @@ def client(embedded_server: ServerProcess) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def http(embedded_server: ServerProcess) -> Iterator[httpx.Client]:
     """A plain client."""
-    with httpx.Client(base_url=embedded_server.url, timeout=60) as http:
+    with httpx.Client(base_url=embedded_server.url, timeout=PATIENCE_S) as http:
         yield http
 
 
 @pytest.fixture(scope="module")
 def offline() -> dict[str, Any]:
     """What `LLM` says greedily to the same prompts, and to the conversation."""
-    llm = LLM(kv_cache_memory_bytes=256 << 20, **QUIET)
+    llm = LLM(kv_cache_memory_bytes=512 << 20, **EXACT)
     try:
         params = SamplingParams(temperature=0, max_tokens=24, logprobs=3)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -526,7 +527,7 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
 def test_async_clients_at_once(embedded_server: ServerProcess, offline: dict[str, Any]) -> None:
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(
-            base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0, timeout=60
+            base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
         ) as client:
 
             async def one(prompt: str) -> str:

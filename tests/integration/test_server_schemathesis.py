@@ -7,6 +7,7 @@ import pytest
 import schemathesis
 
 from tests.integration.server_process import ServerProcess
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def try_out(operation: Any) -> None:
     )
     def call(case: Any) -> None:
         keep_small(case.body)
-        answer = case.call(timeout=60)
+        answer = case.call(timeout=PATIENCE_S)
         assert answer.status_code < 500, answer.text
         if answer.status_code >= 400:
             assert set(answer.json()) == {"error"}, answer.text

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.scripts import wait_until
 from tests.integration.server_process import ROOT, SMALL_FLAGS, ServerProcess
+from tests.waiting import PATIENCE_S, SOON_S, wait_until
 
 # -- the source ------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ def server(text_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as one:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as one:
         yield one
         assert one.get("/health").status_code == 200
     assert "Traceback" not in server.log()
@@ -334,13 +334,13 @@ def test_bodies_and_heads_are_bounded(client: httpx.Client) -> None:
     ids=range(10),
 )
 def test_bombs_of_json_are_refused(route: str, bomb: bytes, client: httpx.Client) -> None:
-    began = time.monotonic()
+    began_s = time.monotonic()
     headers = {"Content-Type": "application/json"}
     answer = client.post(route, content=bomb, headers=headers)
     assert answer.status_code == 400, answer.text[:500]
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert len(answer.content) < 4096, "it must not send the bomb back"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began_s < SOON_S
 
 
 @pytest.mark.parametrize(
@@ -368,11 +368,11 @@ def test_grammars_that_take_for_ever_are_given_up(
     )
     bad.start()
     while bad.is_alive():
-        began = time.monotonic()
-        with httpx.Client(base_url=client.base_url, timeout=10) as other:
+        began_s = time.monotonic()
+        with httpx.Client(base_url=client.base_url, timeout=PATIENCE_S) as other:
             good = other.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
         assert good.status_code == 200
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began_s < SOON_S
         time.sleep(0.1)
     bad.join()
     assert answers[0].status_code == 400, answers[0].text
@@ -398,11 +398,11 @@ def test_grammars_that_take_for_ever_are_given_up(
 def test_requests_of_more_than_is_sane_are_refused_at_once(
     fields: dict[str, Any], client: httpx.Client
 ) -> None:
-    began = time.monotonic()
+    began_s = time.monotonic()
     answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1} | fields)
     assert answer.status_code == 400, answer.text[:500]
     assert (answer.json()["error"]["param"] or "").split(".")[0] in fields
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began_s < SOON_S
 
 
 @pytest.mark.parametrize("prompt", [[1] * 400_000, [[1]] * 90_000, [["a"] * 250_000], ["a"] * 9999])
@@ -424,7 +424,7 @@ def ask_as_old(server: ServerProcess, *, stream: bool) -> tuple[bytes, bytes]:
     body = json.dumps(fields).encode()
     head = "POST /v1/completions HTTP/1.0\r\nhost: x\r\nconnection: close\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head.encode() + body)
         received = b""
         while data := connection.recv(65536):
@@ -460,7 +460,7 @@ def test_a_template_without_an_end_stops_neither_the_server_nor_its_end(
 
     def ask() -> None:
         try:
-            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
             outcomes.append(str(answer.status_code))
         except httpx.HTTPError as error:
             outcomes.append(type(error).__name__)
@@ -471,14 +471,12 @@ def test_a_template_without_an_end_stops_neither_the_server_nor_its_end(
     for _ in range(3):
         assert server.health() == 200
         short = {"prompt": "a", "max_tokens": 2}
-        answer = httpx.post(f"{server.url}/v1/completions", json=short, timeout=10)
+        answer = httpx.post(f"{server.url}/v1/completions", json=short, timeout=PATIENCE_S)
         assert answer.status_code == 200
     assert not outcomes
     pids = server.children()
-    began = time.monotonic()
     assert server.stop() == 0
-    stuck.join(5)
+    stuck.join(PATIENCE_S)
     assert outcomes
     assert outcomes[0] != "200"
-    assert time.monotonic() - began < 12
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5, "orphans")
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "orphans")

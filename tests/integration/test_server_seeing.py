@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,12 +31,13 @@ from tests.integration.otlp_receiver import (
 )
 from tests.integration.server_process import SMALL_FLAGS, ServerProcess, free_port
 from tests.tiny_models import build_tiny_checkpoint
+from tests.waiting import PATIENCE_S, wait_until
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 PROMETHEUS = shutil.which("prometheus")
-CLIENT = httpx.Client(timeout=60)
+CLIENT = httpx.Client(timeout=PATIENCE_S)
 """One for all tests: making one takes longer than asking."""
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -98,12 +98,14 @@ def server(
 def complete(server: ServerProcess, *, headers: dict[str, str], **body: Any) -> httpx.Response:
     """One completion of a few tokens."""
     whole = {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 6, "ignore_eos": True} | body
-    return CLIENT.post(f"{server.url}/v1/completions", json=whole, headers=headers, timeout=60)
+    return CLIENT.post(
+        f"{server.url}/v1/completions", json=whole, headers=headers, timeout=PATIENCE_S
+    )
 
 
 def scrape(server: ServerProcess, accept: str = "*/*") -> Samples:
     """Every sample but buckets, by name and labels."""
-    response = CLIENT.get(f"{server.url}/metrics", headers={"Accept": accept}, timeout=30)
+    response = CLIENT.get(f"{server.url}/metrics", headers={"Accept": accept})
     assert response.status_code == 200
     parse = parse_openmetrics if accept == OPENMETRICS else parse_text
     return {
@@ -185,7 +187,9 @@ def test_errors_and_clients_that_leave_have_spans_too(
     assert complete(server, headers={"x-request-id": "bad"}, max_tokens=-1).status_code == 400
     assert CLIENT.get(f"{server.url}/nowhere").status_code == 404
     body = {"model": "tiny", "prompt": [5], "max_tokens": 6000, "ignore_eos": True, "stream": True}
-    with CLIENT.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+    with CLIENT.stream(
+        "POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S
+    ) as response:
         next(response.iter_bytes())
         left = response.headers["x-request-id"]
     seen: dict[Any, ReceivedSpan] = {}
@@ -226,7 +230,7 @@ def test_chats_and_completions_have_their_own_operation(
             f"{server.url}/v1/chat/completions",
             json={"messages": messages, "max_tokens": 4},
             headers={"x-request-id": "a-chat"},
-            timeout=60,
+            timeout=PATIENCE_S,
         )
         assert answer.status_code == 200
     assert complete(server, headers={}).status_code == 200
@@ -248,7 +252,7 @@ def test_every_arrival_has_one_outcome(server: ServerProcess) -> None:
         if number % 4 == 2:
             body = {"prompt": [5], "max_tokens": 6000, "ignore_eos": True, "stream": True}
             with CLIENT.stream(
-                "POST", f"{server.url}/v1/completions", json=body, timeout=60
+                "POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S
             ) as response:
                 next(response.iter_bytes())
             return 499
@@ -258,13 +262,9 @@ def test_every_arrival_has_one_outcome(server: ServerProcess) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(one, range(40)))
     assert statuses == [400, 200, 499, 200] * 10
-    deadline = time.monotonic() + 10
-    while True:
-        samples = scrape(server)
-        if total(samples, "isinglass_http_requests_in_flight") == 1:  # the scrape itself
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    # The scrape itself is one.
+    wait_until(lambda: total(scrape(server), "isinglass_http_requests_in_flight") == 1)
+    samples = scrape(server)
     arrived = total(samples, "isinglass_http_requests_arrived_total")
     assert arrived == total(samples, "isinglass_http_requests_total") + 1
     assert arrived == total(samples, "isinglass_http_request_outcomes_total") + 1
@@ -290,7 +290,7 @@ def test_what_never_became_a_request_is_counted_and_logged(server: ServerProcess
     ):
         with (
             contextlib.suppress(ConnectionError),  # 431: the rest of it is not read
-            socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection,
+            socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection,
         ):
             connection.sendall(request)
             assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
@@ -338,7 +338,7 @@ def test_a_real_prometheus_takes_it_in(server: ServerProcess, tmp_path: Path) ->
     if PROMETHEUS is None:
         pytest.skip("no prometheus on this machine (scripts/install_services.sh)")
     configuration = {
-        "global": {"scrape_interval": "300ms", "scrape_timeout": "300ms"},
+        "global": {"scrape_interval": "2s", "scrape_timeout": "2s"},
         "scrape_configs": [
             {
                 "job_name": "isinglass",
@@ -358,21 +358,21 @@ def test_a_real_prometheus_takes_it_in(server: ServerProcess, tmp_path: Path) ->
         stderr=subprocess.DEVNULL,
     ) as process:
         try:
-            deadline = time.monotonic() + 30
-            result: list[dict[str, Any]] = []
-            while not result and time.monotonic() < deadline:
-                try:
-                    answer = CLIENT.get(
-                        f"http://127.0.0.1:{port}/api/v1/query",
-                        params={"query": 'isinglass_http_requests_total{route="/v1/completions"}'},
-                    ).json()
-                    result = answer["data"]["result"]
-                except httpx.TransportError:
-                    pass  # not listening yet
-                time.sleep(0.2)
+            wait_until(lambda: statuses_at(port) >= {"200", "400"}, "nothing is scraped")
         finally:
             process.terminate()
-    assert {one["metric"]["status"] for one in result} >= {"200", "400"}
+
+
+def statuses_at(port: int) -> set[str]:
+    """The statuses of completions that a Prometheus knows of."""
+    try:
+        answer = CLIENT.get(
+            f"http://127.0.0.1:{port}/api/v1/query",
+            params={"query": 'isinglass_http_requests_total{route="/v1/completions"}'},
+        )
+    except httpx.TransportError:
+        return set()  # not listening yet
+    return {one["metric"]["status"] for one in answer.json()["data"]["result"]}
 
 
 # -- looking ---------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_running_requests_are_listed(server: ServerProcess) -> None:
     body = {"prompt": [5], "max_tokens": 6000, "ignore_eos": True, "stream": True}
     headers = {"x-request-id": "running"}
     with CLIENT.stream(
-        "POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60
+        "POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S
     ) as response:
         events = response.iter_bytes()  # httpx hangs up with the end of this iterator
         next(events)
@@ -432,26 +432,26 @@ def test_running_requests_are_listed(server: ServerProcess) -> None:
 def test_lines_of_a_request_carry_its_ids(server: ServerProcess) -> None:
     headers = {"x-request-id": "logged", "traceparent": TRACEPARENT}
     assert complete(server, headers=headers).status_code == 200
-    deadline = time.monotonic() + 5
-    lines: list[dict[str, Any]] = []
-    while not lines and time.monotonic() < deadline:
-        records = [json.loads(one) for one in server.log().splitlines() if one.startswith("{")]
-        lines = [one for one in records if one.get("request_id") == "logged"]
-    (line,) = lines
+
+    def records() -> list[dict[str, Any]]:
+        return [json.loads(one) for one in server.log().splitlines() if one.startswith("{")]
+
+    wait_until(lambda: any(one.get("request_id") == "logged" for one in records()))
+    (line,) = [one for one in records() if one.get("request_id") == "logged"]
     assert line["logger"] == "isinglass.access"
     assert line["trace_id"] == TRACE_ID
     assert (line["prompt_tokens"], line["output_tokens"]) == (3, 6)
-    assert not [one for one in records if one.get("path") in ("/health", "/metrics")]
+    assert not [one for one in records() if one.get("path") in ("/health", "/metrics")]
 
 
 def test_flight_records_come_out(server: ServerProcess) -> None:
     complete(server, headers={})
-    summary = CLIENT.post(f"{server.url}/debug/flight", timeout=30).json()
+    summary = CLIENT.post(f"{server.url}/debug/flight").json()
     path = Path(summary["path"])
     assert path.stat().st_size == summary["num_bytes"]
     assert 0 < len(summary["last_steps"]) <= 32
     assert summary["last_steps"][-1]["label"].startswith("execute_context_")
-    whole = CLIENT.get(f"{server.url}/debug/flight", params={"download": 1}, timeout=30)
+    whole = CLIENT.get(f"{server.url}/debug/flight", params={"download": 1})
     assert whole.content.startswith(b"isinglass journal")
     assert ".journal" in whole.headers["content-disposition"]
     stacks = CLIENT.get(f"{server.url}/debug/stacks").text
@@ -463,7 +463,7 @@ def test_flight_records_come_out(server: ServerProcess) -> None:
 
 
 def test_profiles_and_recordings(server: ServerProcess) -> None:
-    post = lambda path, **body: CLIENT.post(server.url + path, timeout=60, **body)  # noqa: E731
+    post = lambda path, **body: CLIENT.post(server.url + path, **body)  # noqa: E731
     for wrong in ({"max_steps": 0}, {"max_steps": "2"}, {"folder": "/tmp"}, {"max_bytes": -1}):
         answer = post("/start_profile", json=wrong)
         assert answer.status_code == 400, wrong
@@ -474,11 +474,13 @@ def test_profiles_and_recordings(server: ServerProcess) -> None:
     assert profile["state"] == "running"
     assert post("/start_profile").status_code == 409
     complete(server, headers={})
-    deadline = time.monotonic() + 30
-    while profile["state"] != "done":
-        assert time.monotonic() < deadline, profile
-        time.sleep(0.1)
+
+    def status() -> dict[str, Any]:
         (profile,) = CLIENT.get(f"{server.url}/profile_status").json()["profiles"]
+        return dict(profile)
+
+    wait_until(lambda: status()["state"] == "done", "the profile is not done")
+    profile = status()
     assert profile["num_steps"] == 3
     assert Path(profile["file"]).parent == Path(run_dir)
     assert post("/stop_profile").status_code == 409
@@ -515,10 +517,7 @@ def frozen(pid: int) -> Iterator[None]:
 def test_metrics_are_there_before_the_engine_and_after_it(model_flags: tuple[str, ...]) -> None:
     flags = (*model_flags, "--keep-alive-on-engine-death", "--metrics-compat", "vllm")
     with ServerProcess(*flags, wait=False) as server:
-        deadline = time.monotonic() + 30
-        while not server.health():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(server.health)
         early = scrape(server)
         assert total(early, "isinglass_engine_up") == 0
         assert total(early, "isinglass_http_requests_arrived_total") >= 2
@@ -529,9 +528,7 @@ def test_metrics_are_there_before_the_engine_and_after_it(model_flags: tuple[str
             assert total(scrape(server), "isinglass_engine_up") == 1
             assert CLIENT.get(f"{server.url}/debug/stacks").status_code == 200
         os.kill(core_of(server), signal.SIGKILL)
-        while server.health() == 200:
-            assert time.monotonic() < deadline + 30
-            time.sleep(0.05)
+        wait_until(lambda: server.health() != 200)
         late = scrape(server)
         assert total(late, "isinglass_engine_up") == 0
         assert total(late, "isinglass_generation_tokens_total") == 6

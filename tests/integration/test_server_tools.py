@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import pytest
 from openai import BadRequestError, OpenAI
 
+from tests.integration.conftest import EXACT
 from tests.integration.server_process import ServerProcess
+from tests.waiting import wait_until
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -51,7 +52,8 @@ def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
     """One whose template opens the reasoning."""
     template: Path = tmp_path_factory.mktemp("template") / "thinker.jinja"
     template.write_text(THINKER)
-    with ServerProcess("--chat-template", str(template), "--warm-up-structured-outputs") as server:
+    flags = ("--chat-template", str(template), "--warm-up-structured-outputs")
+    with ServerProcess("--dtype", EXACT["dtype"], *flags) as server:
         yield server
 
 
@@ -74,11 +76,8 @@ def command_lines(session_id: int) -> Iterator[bytes]:
 def test_grammars_are_got_ready_for_before_anybody_asks_for_one(
     thinking_server: ServerProcess,
 ) -> None:
-    deadline_s = time.monotonic() + 30
     session_id = thinking_server.process.pid
-    while not any(b"grammar_process" in line for line in command_lines(session_id)):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_until(lambda: any(b"grammar_process" in line for line in command_lines(session_id)))
 
 
 def ask(client: OpenAI, **options: Any) -> list[dict[str, Any]]:

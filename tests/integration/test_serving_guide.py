@@ -7,6 +7,7 @@ import pytest
 
 from tests.integration.scripts import ROOT
 from tests.integration.server_process import ServerProcess
+from tests.waiting import PATIENCE_S
 
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
 
@@ -17,7 +18,7 @@ def test_block_runs(block: str, embedded_server: ServerProcess) -> None:
         ["bash", "-euc", f"URL={embedded_server.url}\n{block.replace('curl ', 'curl --fail ')}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

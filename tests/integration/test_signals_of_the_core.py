@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.scripts import script, wait_until
+from tests.integration.scripts import script
+from tests.waiting import wait_until
 from traces.flight import read_flight
 
 BODY = """
@@ -69,7 +70,7 @@ def test_a_flight_record_is_written_whatever_threads_there_are(
         assert not blocked(running.core_pid) & {signal.SIGINT, signal.SIGHUP, signal.SIGUSR2}
         os.kill(running.core_pid, signal.SIGUSR2)
         pattern = f"flight-signal-core-{running.core_pid}-*"
-        wait_until(lambda: list(running.folder.glob(pattern)), 20, "no flight record")
+        wait_until(lambda: list(running.folder.glob(pattern)), "no flight record")
         (running.folder / "go").touch()
         assert running.wait_for("tokens") == "5"
         (file,) = running.folder.glob(pattern)
@@ -87,7 +88,7 @@ def test_signals_that_come_before_the_core_can_handle_them_wait(
     with script(WAIT + BODY, model=tiny_llama, modules=tmp_path) as running:
         running.wait_for("ready")
         pattern = f"flight-signal-core-{running.core_pid}-*"
-        wait_until(lambda: list(running.folder.glob(pattern)), 20, "no flight record")
+        wait_until(lambda: list(running.folder.glob(pattern)), "no flight record")
         (running.folder / "go").touch()
         code, out, error = running.finish()
         assert (code, out.split()) == (0, ["tokens", "5"]), error

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine import LLM, RequestOutput, SamplingParams, SamplingParamsError, StructuredOutputsParams
-from tests.integration.conftest import QUIET
+from tests.integration.conftest import EXACT, QUIET
 from tests.integration.measures import counter, series
 
-SETTINGS = QUIET | {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 96}
+SETTINGS = EXACT | {"kv_cache_memory_bytes": 128 << 20, "max_num_batched_tokens": 96}
 PROMPT = "A short answer, please. "
 SCHEMA: dict[str, Any] = {
     "type": "object",

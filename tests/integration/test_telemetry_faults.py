@@ -1,7 +1,6 @@
 """Whatever fails in telemetry: the same tokens, no waiting, a count that rises, bounded memory."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.integration.conftest import SMALL
 from tests.integration.measures import series
 from tests.integration.scripts import script
 from tests.tiny_models import VOCAB_SIZE
+from tests.waiting import PATIENCE_S, wait_until
 
 SETTINGS = SMALL | {"skip_tokenizer_init": True, "enable_multiprocessing": False}
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -151,24 +151,28 @@ def test_a_stuck_sink_blocks_neither_steps_nor_the_end(
     """Blocked for as long as the test lasts, in both processes; memory stays within the rings."""
     monkeypatch.setattr("instrumentation.live._CLOSE_TIMEOUT_S", 0.3)
     released = threading.Event()
+    stuck: list[object] = []
+    unstuck: list[bool] = []
+
+    def get_stuck() -> None:
+        stuck.append(None)
+        unstuck.append(released.wait(PATIENCE_S))
+
     llm = LLM(tiny_llama, trace_dir=tmp_path, **SETTINGS)
     try:
         for obs in (caller_obs(llm), core_obs(llm)):
-            obs.process.drain.attach(BadSink(lambda: released.wait(30)))
-        time.sleep(0.3)
-        began = time.monotonic()
+            obs.process.drain.attach(BadSink(get_stuck))
         for _ in range(3):
             assert generate(llm) == expected
+        wait_until(lambda: len(stuck) == 2)
         assert not core_obs(llm).flush(timeout_s=0.01)
         for number in range(3 * RING_CAPACITY):
             core_obs(llm).step(StepRecord(step=number, begin_ns=1, end_ns=2))
         assert len(core_obs(llm)._ring) == RING_CAPACITY
         assert core_obs(llm).num_drops() >= RING_CAPACITY
         assert generate(llm) == expected
-        closing = time.monotonic()
         llm.shutdown()
-        assert time.monotonic() - closing < 5
-        assert time.monotonic() - began < 25
+        assert not unstuck, "something has waited for a sink"
     finally:
         released.set()
         llm.shutdown()
@@ -210,7 +214,7 @@ from pathlib import Path
 from instrumentation.names import SinkName
 llm = start(trace_dir="runs")
 first = generate(llm, 20)
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 180
 def count():
     return sum(
         metric.value

@@ -10,8 +10,9 @@ import pytest
 
 from engine import LLM, ConfigError, LogitsProcessor, PromptError, RequestError, SamplingParams
 from engine.errors import IsinglassError
-from tests.integration.conftest import QUIET, SMALL
+from tests.integration.conftest import EXACT, SMALL
 from tests.integration.scripts import script
+from tests.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -19,7 +20,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(max_model_len=128, **QUIET) as llm:
+    with LLM(max_model_len=128, **EXACT) as llm:
         yield llm
 
 
@@ -176,7 +177,7 @@ def test_a_full_disk_below_the_text_of_the_command() -> None:
         stderr=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 1

@@ -21,6 +21,7 @@ from engine.types.messages import (
     UtilityOutput,
     UtilityRequest,
 )
+from tests.waiting import PATIENCE_S
 
 _NUMBERS = itertools.count()
 
@@ -84,7 +85,7 @@ class PlayedCore:
 
     def death(self) -> EngineDeadError:
         """What its end is called; may take as long as the test wants."""
-        assert self.may_tell_death.wait(10)
+        assert self.may_tell_death.wait(PATIENCE_S)
         return EngineDeadError(f"died: {self.failure and self.failure.message}")
 
     def close(self) -> None:

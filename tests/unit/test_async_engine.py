@@ -20,6 +20,7 @@ from engine.transport.async_mp_client import AsyncMPClient
 from engine.transport.client import EngineCoreClient
 from engine.types.sampling import RequestOutputKind
 from tests.unit.async_core import PlayedCore
+from tests.waiting import PATIENCE_S
 
 QUIET = {"flight_recorder_steps": 0}
 
@@ -42,7 +43,7 @@ class FakeLLMEngine:
     def __init__(self, config: EngineConfig, **options: Any) -> None:
         self.options, self.num_shutdowns = options, 0
         self.is_starting.set()
-        assert self.may_start.wait(10)
+        assert self.may_start.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
         self.made.append(self)
@@ -71,7 +72,7 @@ class BootingLLMEngine(FakeLLMEngine):
     def __init__(self, config: EngineConfig, *, make_client: Any, **options: Any) -> None:
         type(self).client = make_client()
         self.is_starting.set()
-        assert self.client.may_go_on.wait(10)
+        assert self.client.may_go_on.wait(PATIENCE_S)
         if self.client.is_killed:
             raise EngineStartError("killed")
         super().__init__(config, **options)
@@ -159,14 +160,14 @@ def test_a_shutdown_waits_for_the_start_and_ends_what_it_has_made(
     starting = threading.Thread(target=host.start)
     stopping = threading.Thread(target=host.shutdown)
     starting.start()
-    assert fake.is_starting.wait(10)
+    assert fake.is_starting.wait(PATIENCE_S)
     assert url_of(host)
     stopping.start()
     stopping.join(0.05)
     assert stopping.is_alive()
     fake.may_start.set()
-    stopping.join(10)
-    starting.join(10)
+    stopping.join(PATIENCE_S)
+    starting.join(PATIENCE_S)
     assert [one.num_shutdowns for one in fake.made] == [1]
     assert host.metrics_server is None
 
@@ -214,10 +215,10 @@ def test_a_block_that_is_left_before_its_engine_is_up_ends_the_core(
 
     async def run() -> None:
         entering = asyncio.create_task(enter())
-        assert await asyncio.to_thread(booting.is_starting.wait, 10)
+        assert await asyncio.to_thread(booting.is_starting.wait, PATIENCE_S)
         entering.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(entering), 5)
+            await asyncio.wait_for(asyncio.shield(entering), PATIENCE_S / 2)
         assert booting.client.is_killed
         with pytest.raises(EngineStartError, match="killed"):
             await llm.start()
@@ -232,7 +233,7 @@ def test_a_start_that_its_loop_does_not_outlive_ends_the_core(
     async def give_up() -> None:
         llm = AsyncLLM(**QUIET)
         starting = asyncio.create_task(llm.start())
-        assert await asyncio.to_thread(booting.is_starting.wait, 10)
+        assert await asyncio.to_thread(booting.is_starting.wait, PATIENCE_S)
         starting.cancel()
         await asyncio.wait([starting])
         assert not booting.client.is_killed  # it may be waited for again
@@ -309,7 +310,7 @@ def test_what_is_still_held_at_the_interpreters_end_ends_in_silence() -> None:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

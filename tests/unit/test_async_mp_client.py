@@ -12,6 +12,7 @@ from engine.errors import ConfigError, EngineDeadError, EventLoopError, Isinglas
 from engine.transport.async_mp_client import AsyncMPClient
 from engine.types.messages import EngineCoreOutputs
 from tests.unit.async_core import PlayedCore
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def core() -> Iterator[PlayedCore]:
 
 def on_loop(work: Callable[[], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             return await work()
 
     return asyncio.run(run())

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, IsinglassError, ProfilerError
 from instrumentation import RequestTimeline, StepHistory
 from tests.unit.async_core import PlayedCore
+from tests.waiting import PATIENCE_S
 
 
 class Controls:
@@ -67,7 +68,7 @@ class Views(AsyncViews):
 
 def on_loop(views: Views, work: Callable[[], Awaitable[None]]) -> None:
     async def run() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await work()
 
     try:

@@ -18,6 +18,7 @@ from engine.transport.attached_core import AttachedCore
 from engine.transport.mp_client import SyncMPClient
 from engine.types.attachment import CoreAttachment
 from instrumentation import NULL
+from tests.waiting import PATIENCE_S
 
 
 @contextlib.contextmanager
@@ -44,14 +45,12 @@ def silent_core(*, connects: bool) -> Iterator[tuple[CoreAttachment, int]]:
 def test_the_wait_for_a_core_that_does_not_come_up_can_be_ended(connects: bool) -> None:
     with silent_core(connects=connects) as (attachment, death_write), ThreadPoolExecutor(1) as pool:
         num_files = len(list(Path("/proc/self/fd").iterdir()))
-        client = SyncMPClient(lambda: AttachedCore(attachment, obs=NULL), timeout_s=30)
+        client = SyncMPClient(lambda: AttachedCore(attachment, obs=NULL), timeout_s=2 * PATIENCE_S)
         waiting = pool.submit(client.wait_ready)
         time.sleep(0.2)
         assert not waiting.done()
         client.kill()
-        killed_s = time.monotonic()
-        assert isinstance(waiting.exception(10), EngineStartError)
-        assert time.monotonic() - killed_s < 2
+        assert isinstance(waiting.exception(PATIENCE_S), EngineStartError)
         assert "shut down" in str(client.core.death())
         client.shutdown()
         client.kill()
@@ -75,7 +74,7 @@ def test_the_end_of_the_core_is_noticed_by_every_client() -> None:
         assert not cores[0].poll(cores[0].input, 0.01)
         os.close(death_write)
         for core, event in zip(cores, told, strict=True):
-            assert event.wait(2)
+            assert event.wait(PATIENCE_S)
             assert core.is_dead
             assert not core.poll(core.output, 30)
             assert isinstance(core.death(), EngineDeadError)

@@ -11,6 +11,8 @@ from engine.attention.registry import attention_backend_names, select_backend
 from engine.errors import ConfigError
 from tests.support.attention_batches import CPU, assert_equals_reference, make_layout
 
+pytestmark = pytest.mark.usefixtures("several_threads")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(25))

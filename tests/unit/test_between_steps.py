@@ -8,6 +8,7 @@ import pytest
 
 from engine.api.between_steps import BetweenSteps
 from engine.errors import IsinglassError
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def test_a_free_engine_is_called_in_the_callers_own_thread() -> None:
@@ -102,7 +103,7 @@ def test_a_call_that_was_interrupted_is_not_made_later() -> None:
     def hold() -> None:
         with between.generating():
             is_held.set()
-            assert may_go_on.wait(10)
+            assert may_go_on.wait(PATIENCE_S)
             between.run_pending()
 
     def interrupt() -> None:
@@ -112,7 +113,7 @@ def test_a_call_that_was_interrupted_is_not_made_later() -> None:
 
     holder, interrupter = threading.Thread(target=hold), threading.Thread(target=interrupt)
     holder.start()
-    assert is_held.wait(10)
+    assert is_held.wait(PATIENCE_S)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
         between.call(lambda: made.append(1))
@@ -140,9 +141,7 @@ def test_an_interrupt_ends_the_thread_that_it_meets_and_no_other() -> None:
     with between.generating():
         thread = threading.Thread(target=ask)
         thread.start()
-        deadline = time.monotonic() + 10
-        while not between._pending and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: between._pending)
         with pytest.raises(KeyboardInterrupt):
             between.run_pending()
     thread.join()

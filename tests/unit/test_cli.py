@@ -13,6 +13,7 @@ from engine.api.cli_logprobs import logprob_lines
 from engine.types.logprobs import Logprob
 from engine.types.outputs import CompletionOutput
 from tests.unit.synthetic_run import write_synthetic_run
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = ("-m", "engine.api.cli")
@@ -25,7 +26,7 @@ def shell(redirections: str, *arguments: str, stdin: bytes = b"") -> tuple[int, 
         cwd=ROOT,
         input=stdin,
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr.decode()
@@ -72,7 +73,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.stderr == "0\n"

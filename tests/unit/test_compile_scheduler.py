@@ -13,6 +13,7 @@ from engine.frontend.grammar_worker import ChildDeathError, Worker, Workers
 from engine.types.framing import MAX_MESSAGE_BYTES, Frames, framed
 from engine.types.grammar_messages import CompileRequest, CompileResult, GrammarKey
 from instrumentation import GrammarOutcome
+from tests.waiting import PATIENCE_S
 
 TIMEOUT_S = 10.0
 
@@ -227,7 +228,7 @@ def work(key: GrammarKey) -> CompileResult:
         while True:
             time.monotonic()
     if name == "sleep":
-        time.sleep(60)
+        time.sleep(2 * PATIENCE_S)
     if name == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "raise":
@@ -260,7 +261,7 @@ def worker() -> Iterator[Worker]:
 def answer(worker: Worker, text: str, *, processor_s: float = 5.0) -> CompileResult:
     worker.ask(key_of(text), processor_s=processor_s)
     while True:
-        assert select.select([worker], [], [], 20)[0], "no answer in 20 s"
+        assert select.select([worker], [], [], PATIENCE_S)[0], "no answer"
         if (result := worker.read()) is not None:
             return result
 

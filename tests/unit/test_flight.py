@@ -29,6 +29,7 @@ from instrumentation.records import ClockAnchor, FlightDump, ProcessHeader
 from instrumentation.setup import setup
 from instrumentation.step_budget import step_budgets
 from tests.unit.synthetic_run import write_synthetic_run
+from tests.waiting import wait_until
 from traces.flight import read_flight, render_flight
 from traces.journal_reader import read_run
 from traces.perfetto import write_perfetto
@@ -229,14 +230,12 @@ def test_slow_steps_are_found_by_threshold_and_by_median(factor: float | None) -
 
 
 def wait_for_file(folder: Path, pattern: str) -> Path:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        for path in folder.glob(pattern):
-            frames = read_journal(path).frames
-            if frames and isinstance(frames[-1][1], FlightDump):
-                return path
-        time.sleep(0.02)
-    raise AssertionError(f"no {pattern} in {folder}")
+    def is_whole(path: Path) -> bool:
+        frames = read_journal(path).frames
+        return bool(frames) and isinstance(frames[-1][1], FlightDump)
+
+    wait_until(lambda: any(map(is_whole, folder.glob(pattern))), f"no {pattern} in {folder}")
+    return next(filter(is_whole, folder.glob(pattern)))
 
 
 def test_the_drain_thread_writes_what_a_signal_or_a_slow_step_asks_for(tmp_path: Path) -> None:

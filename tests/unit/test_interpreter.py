@@ -5,12 +5,13 @@ import subprocess
 import pytest
 
 from engine.types.interpreter import READ_BOOT, boot_line, command
+from tests.waiting import PATIENCE_S
 
 PROGRAM = READ_BOOT + "print(boot['answer'], end='')"
 
 
 def run(given: bytes) -> "subprocess.CompletedProcess[bytes]":
-    return subprocess.run(command(PROGRAM), input=given, capture_output=True, timeout=20)
+    return subprocess.run(command(PROGRAM), input=given, capture_output=True, timeout=PATIENCE_S)
 
 
 def test_the_facts_are_there() -> None:

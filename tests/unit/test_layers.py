@@ -12,6 +12,8 @@ from engine.layers.memory import keep_freed_memory
 from engine.layers.norm import MIN_ELEMENTS_OWN_STEPS, RMSNorm
 from engine.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
 
+pytestmark = pytest.mark.usefixtures("several_threads")
+
 CPU = torch.device("cpu")
 # One unit in the last place of bfloat16, relative.
 BFLOAT16_STEP = 2**-7

@@ -44,6 +44,7 @@ from instrumentation.names import Phase as StepPhase
 from instrumentation.request_records import RequestTimeline
 from instrumentation.step_records import Admission, Preemption, StepRecord, WorkerStepRecord
 from tests.fakes import FakeRequests
+from tests.waiting import PATIENCE_S
 
 BASE_NS = 7_000_000_000_000
 
@@ -284,9 +285,9 @@ def test_a_closed_watcher_ends_behind_what_waits() -> None:
         watcher = Watcher()
         watcher.restart(b"S")
         watcher.close()
-        await asyncio.wait_for(watcher.wait(), 1)
+        await asyncio.wait_for(watcher.wait(), PATIENCE_S)
         assert watcher.take() == b"S"
-        await asyncio.wait_for(watcher.wait(), 1)
+        await asyncio.wait_for(watcher.wait(), PATIENCE_S)
         assert watcher.take() == b""
 
     asyncio.run(run())
@@ -461,7 +462,7 @@ async def test_the_engines_death_ends_the_stream(engine: FakeEngine, feed: LiveF
     await feed.next_frames(watcher)
     engine.dead_error = EngineDeadError("gone")
     messages: list[dict[str, Any]] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while frames := await feed.next_frames(watcher):
             messages += messages_of(frames)
     assert messages[-1] == {"kind": "end", "reason": "gone", "now": messages[-1]["now"]}
@@ -491,7 +492,7 @@ async def test_an_engine_that_starts_later_gets_a_second_snapshot(
     assert (snapshot["phase"], snapshot["has_statistics"]) == ("starting", True)
     engine.observer, engine.is_running = observer, True
     feed._state.phase = Phase.READY
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         messages: list[dict[str, Any]] = []
         while not any(one["kind"] == "snapshot" for one in messages):
             messages += messages_of(await feed.next_frames(watcher))
@@ -570,7 +571,7 @@ async def test_a_reader_that_takes_nothing_is_dropped(engine: FakeEngine, feed: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "STALL_S", 0.1)
         stream = routes.LiveStream(feed, feed.join())
-        await asyncio.wait_for(stream({"type": "http"}, _endless, send), 3)
+        await asyncio.wait_for(stream({"type": "http"}, _endless, send), PATIENCE_S)
     assert [one["type"] for one in sent] == ["http.response.start", "http.response.body"]
     headers = dict(sent[0]["headers"])
     assert headers[b"content-type"].startswith(b"text/event-stream")
@@ -588,7 +589,7 @@ async def test_a_reader_that_leaves_is_forgotten(engine: FakeEngine, feed: LiveF
         pass
 
     stream = routes.LiveStream(feed, feed.join())
-    await asyncio.wait_for(stream({"type": "http"}, receive, send), 3)
+    await asyncio.wait_for(stream({"type": "http"}, receive, send), PATIENCE_S)
     assert not feed._watchers
     assert engine.observer is not None
     assert engine.observer.tap is None

@@ -130,14 +130,17 @@ def test_whole_vocabulary_is_cheap_until_read(tokenizer: Tokenizer) -> None:
     token_ids = np.concatenate([order[:, :1], order], axis=1)
     lists = LogprobsLists(token_ids, np.take_along_axis(scores, token_ids, 1), np.ones(1, np.int32))
     processor = LogprobsProcessor(tokenizer, -1, None)
-    start = time.perf_counter()
-    for _ in range(100):
-        processor.update_sample(lists)
-    unread = time.perf_counter() - start
-    start = time.perf_counter()
-    assert processor.logprobs is not None
-    assert len(processor.logprobs[50]) == VOCAB_SIZE
-    assert unread < time.perf_counter() - start, "100 unread positions cost more than one read"
+    unread_s, read_s = [], []
+    for number in range(3):  # the quickest: others may have had the processor
+        start = time.perf_counter()
+        for _ in range(100):
+            processor.update_sample(lists)
+        unread_s.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        assert processor.logprobs is not None
+        assert len(processor.logprobs[100 * number + 50]) == VOCAB_SIZE
+        read_s.append(time.perf_counter() - start)
+    assert min(unread_s) < min(read_s), "100 unread positions cost more than one read"
 
 
 def test_characters_over_several_tokens(tokenizer: Tokenizer) -> None:

@@ -30,6 +30,8 @@ from tests.unit.paged_runs import (
     run_in_steps,
 )
 
+pytestmark = pytest.mark.usefixtures("several_threads")
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "rope_type": "llama3",

@@ -22,6 +22,8 @@ from tests.unit.paged_runs import (
     run_in_steps,
 )
 
+pytestmark = pytest.mark.usefixtures("several_threads")
+
 _EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
 _LATENT = {
     "n_routed_experts": 4,

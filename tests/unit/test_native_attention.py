@@ -9,7 +9,7 @@ from engine.attention.native import NativeAttentionBackend, unsupported_shape
 from tests.support.attention_batches import CPU, assert_equals_reference, make_layout
 from tests.unit.native_support import needs_native
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.usefixtures("several_threads")]
 
 
 def compare(

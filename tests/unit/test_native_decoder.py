@@ -16,7 +16,7 @@ from tests.unit import paged_runs
 from tests.unit.native_support import needs_native
 from tests.unit.paged_runs import CPU, LENGTHS, STEPS, load, make_prompts, run_in_steps
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.usefixtures("several_threads")]
 
 SIZES = {"hidden_size": 128, "head_dim": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -23,6 +22,7 @@ from instrumentation.otel.operations import OperationLatencies
 from instrumentation.otel.request_spans import RequestSpans, stages_of
 from instrumentation.otel.step_spans import StepSpans
 from instrumentation.request_records import RequestTimeline
+from tests.waiting import PATIENCE_S
 
 REQUEST = {names.OPERATION_NAME: "text_completion", names.REQUEST_MODEL: "m"}
 
@@ -202,7 +202,7 @@ class Blocking(SpanExporter):
         self.num_spans = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.go.wait(10)
+        self.go.wait(PATIENCE_S)
         self.num_spans += len(spans)
         return SpanExportResult.SUCCESS
 
@@ -220,10 +220,8 @@ def test_the_queue_is_bounded_and_what_is_lost_is_counted(monkeypatch: pytest.Mo
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(processor)
     tracer = provider.get_tracer("t")
-    began = time.monotonic()
     for _ in range(1000):
-        tracer.start_span("s").end()
-    assert time.monotonic() - began < 5.0
+        tracer.start_span("s").end()  # had one waited for the export, none would be lost
     assert processor.is_crowded
     assert 850 <= health.num_drops <= 900  # 100 wait, and up to 50 are under way
     blocking.go.set()

@@ -29,6 +29,7 @@ from instrumentation.torch_profiler import (
     initialize_torch_profiler,
 )
 from tests.unit.test_nvtx import KeptRanges
+from tests.waiting import PATIENCE_S, wait_until
 from traces.operators import find_profiles, read_profile
 
 TENSOR = torch.ones(16, 16)
@@ -69,8 +70,15 @@ def step(profiler: TorchProfiler, number: int, *, num_operators: int = 10) -> tu
     return begin_ns, end_ns
 
 
+def wait_until_saved(profiler: TorchProfiler) -> None:
+    """Between real steps there is time for it."""
+    writer = profiler._writer
+    assert writer is not None
+    wait_until(lambda: writer._parts.empty() or not writer.thread.is_alive(), "parts are not saved")
+
+
 def finish(profiler: TorchProfiler) -> ProfileStatus:
-    assert profiler.close(60)
+    assert profiler.close(PATIENCE_S)
     return profiler.status()
 
 
@@ -142,7 +150,7 @@ def test_it_ends_by_itself_at_its_size(tmp_path: Path) -> None:
     profiler.start(options(tmp_path, max_bytes=limit))
     for number in range(1, 200):
         step(profiler, number, num_operators=50)
-        time.sleep(0.01)  # parts are saved meanwhile, as they are between real steps
+        wait_until_saved(profiler)
     status = finish(profiler)
     assert (status.state, status.end_reason) == (ProfileState.DONE, "max_bytes")
     assert 1 < status.num_steps < 100
@@ -212,7 +220,7 @@ def test_a_profile_on_a_full_disk_says_so(tmp_path: Path) -> None:
             step(profiler, number)
         if profiler.is_running:
             profiler.stop()
-        assert profiler.close(30)
+        assert profiler.close(PATIENCE_S)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     status = profiler.status()
@@ -228,7 +236,7 @@ def test_a_profile_that_cannot_be_written_fails_and_steps_go_on(tmp_path: Path) 
     shutil.rmtree(tmp_path / "gone")
     for number in range(1, 100):
         step(profiler, number)
-        time.sleep(0.002)
+        wait_until_saved(profiler)
     status = finish(profiler)
     assert (status.state, status.end_reason) == (ProfileState.FAILED, "error")
     assert status.error
@@ -298,10 +306,7 @@ def test_parts_that_do_not_fit_together_are_an_error_and_stay(tmp_path: Path) ->
     for number in range(1, 4):
         step(profiler, number)
     (parts,) = tmp_path.glob("*.parts")
-    deadline = time.monotonic() + 10
-    while not (parts / "part-00000.json").exists() or profiler.status().num_bytes == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: (parts / "part-00000.json").exists() and profiler.status().num_bytes)
     (parts / "part-00000.json").write_text('{"traceEvents": [], "baseTimeNanoseconds": 0}')
     status = finish(profiler)
     assert status.state == ProfileState.FAILED

@@ -38,6 +38,7 @@ from tests.unit.scrapes import (
     samples_of,
     scrape_of,
 )
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +61,7 @@ def server(metrics: Metrics) -> Iterator[MetricsServer]:
 def scrape(url: str, accept: str = "*/*") -> str:
     """One scrape's text."""
     request = urllib.request.Request(url, headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         assert response.status == 200
         is_openmetrics = response.headers["Content-Type"].startswith("application/openmetrics")
         assert is_openmetrics == (accept == OPENMETRICS)
@@ -177,7 +178,7 @@ def test_a_scrape_lacks_the_part_that_fails_and_no_other(
 
 def test_other_paths_and_a_taken_port(server: MetricsServer) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(server.url.replace("/metrics", "/"), timeout=10)
+        urllib.request.urlopen(server.url.replace("/metrics", "/"), timeout=PATIENCE_S)
     collector = SnapshotCollector([])
     with pytest.raises(OSError, match="in use"):
         MetricsServer(collector, host="127.0.0.1", port=server.port)
@@ -235,9 +236,9 @@ def test_the_page_of_metrics_is_what_the_catalogue_gives() -> None:
 
 def test_only_reading_is_allowed(server: MetricsServer) -> None:
     with pytest.raises(urllib.error.HTTPError, match="405"):
-        urllib.request.urlopen(server.url, data=b"x", timeout=10)
+        urllib.request.urlopen(server.url, data=b"x", timeout=PATIENCE_S)
     request = urllib.request.Request(server.url, method="HEAD")
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         assert int(response.headers["Content-Length"]) > 1000
         assert response.read() == b""
 

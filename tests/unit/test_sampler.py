@@ -22,6 +22,8 @@ from engine.worker.token_logprobs import compute_prompt_logprobs, slice_logprobs
 from engine.worker.truncation import NO_TOKEN, Truncation, draw_by_row, draw_by_sort
 from tests.unit import sampling_reference as reference
 
+pytestmark = pytest.mark.usefixtures("several_threads")
+
 VOCAB_SIZES = (33, 300, 1280)
 """Less than a block, blocks and a rest, whole blocks."""
 

@@ -374,14 +374,14 @@ def test_a_body_must_keep_moving() -> None:
 
 
 def test_a_body_that_moves_slowly_gets_more_time() -> None:
-    app = make_app(make_state(timeout_read_s=0.2))
+    app = make_app(make_state(timeout_read_s=1.0))
 
     class Slow(Chunks):
         async def __call__(self) -> dict[str, Any]:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
             return await super().__call__()
 
-    # 0.6 s in all: beyond the time-out, but at more than 1 KiB a second.
+    # 1.2 s in all: beyond the time-out, but at more than 1 KiB a second.
     status, answer = call(app, Slow([b"x" * 600] * 6), [(b"content-length", b"3600")])
     assert (status, answer["length"]) == (200, 3600)
 

@@ -20,6 +20,7 @@ from engine.server.config import ServerConfig
 from engine.server.state import Phase, ServerState
 from engine.server.stop_signals import ended_by_signals
 from engine.types.attachment import CoreAttachment
+from tests.waiting import PATIENCE_S
 
 
 class FakeLLM(AsyncLLM):
@@ -62,9 +63,9 @@ def live(test: Callable[[FakeLLM, ServerState], Awaitable[int]]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             life = asyncio.create_task(serve._Life(state, listener).run())
             try:
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(PATIENCE_S):
                     code = await test(llm, state)
-                await asyncio.wait([life], timeout=5)
+                await asyncio.wait([life], timeout=PATIENCE_S)
                 assert life.done()
                 assert life.result() == code
             finally:
@@ -135,7 +136,7 @@ def attachment_of(folder: Path, *, life: int) -> CoreAttachment:
     )
 
 
-@pytest.mark.parametrize(("life", "least_s", "most_s"), [(0, 50, 60), (1, 0, 10)])
+@pytest.mark.parametrize(("life", "least_s", "most_s"), [(0, 50, 50 + PATIENCE_S), (1, 0, 50)])
 def test_a_replacement_counts_its_start_from_its_own_beginning(
     life: int, least_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -221,6 +222,7 @@ def test_a_warm_up_that_fails_is_told_and_no_more(caplog: pytest.LogCaptureFixtu
         root.removeHandler(caplog.handler)
 
 
+@pytest.mark.usefixtures("heeded_hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_before_there_is_a_loop_a_signal_ends_the_process_in_order(number: signal.Signals) -> None:
     before = signal.getsignal(number)

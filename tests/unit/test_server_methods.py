@@ -19,6 +19,7 @@ from engine.server.live.files import FILES_ROUTE, PUBLIC_PATHS
 from engine.server.protocol.common import GenerationFields
 from engine.server.route_names import RouteNames
 from engine.server.state import ServerState
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def ask(app: FastAPI, method: str, path: str) -> tuple[int, dict[str, str], byte
         sent.append(message)
 
     async def call() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await app(scope, receive, send)
 
     asyncio.run(call())

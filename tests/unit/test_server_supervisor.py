@@ -20,6 +20,7 @@ from engine.server.peers import Peers
 from engine.server.queue_board import QueueBoard
 from engine.server.serve import run_server
 from engine.server.supervisor import Supervisor
+from tests.waiting import PATIENCE_S, until
 
 
 class FakeFrontend:
@@ -32,7 +33,7 @@ class FakeFrontend:
         self.exit_code: int | None = None
 
     def wait(self) -> int:
-        assert self._end.wait(10)
+        assert self._end.wait(PATIENCE_S)
         assert self.exit_code is not None
         return self.exit_code
 
@@ -159,9 +160,7 @@ def test_what_waited_at_a_frontend_that_died_waits_no_more(
 
     async def run() -> int:
         running = asyncio.create_task(supervisor.run())
-        async with asyncio.timeout(10):
-            while DyingFrontend.num_started < 3 and not running.done():
-                await asyncio.sleep(0.01)
+        await until(lambda: DyingFrontend.num_started >= 3 or running.done())
         supervisor._stop()
         return await running
 
@@ -197,20 +196,22 @@ def test_a_frontend_that_does_not_end_is_killed(
     made = iter([FakeFrontend(), StoppedFrontend()])
     monkeypatch.setattr(module, "SpawnedProcess", lambda *_, **__: next(made))
     monkeypatch.setattr(FakeClient, "wait_ready", lambda _: None)
-    timeout_s = 0.0 if num_signals == 1 else 60.0
+    timeout_s = 0.0 if num_signals == 1 else 2 * PATIENCE_S
     supervisor._config = ServerConfig(api_server_count=2, shutdown_timeout=timeout_s)
 
     async def run() -> int:
         running = asyncio.create_task(supervisor.run())
-        async with asyncio.timeout(10):
-            while not supervisor._is_ready:
-                await asyncio.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(0.1)
+        await until(lambda: supervisor._is_ready)
+        began_s = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        if num_signals == 2:
+            await until(supervisor._signals.first.is_set)
+            await asyncio.sleep(2 * stop_signals._SAME_SIGNAL_S)
             assert not running.done()
-            if num_signals == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-            return await running
+            os.kill(os.getpid(), signal.SIGINT)
+        code = await asyncio.wait_for(running, PATIENCE_S)
+        assert num_signals == 2 or time.monotonic() - began_s >= module._END_S
+        return code
 
     assert asyncio.run(run()) == (0 if num_signals == 1 else 128 + signal.SIGINT)
     assert client_of(supervisor).was_killed == (num_signals == 2)
@@ -224,17 +225,15 @@ def test_a_signal_gives_a_start_up(
 ) -> None:
     given_up = threading.Event()
     monkeypatch.setattr(module, "SpawnedProcess", FakeFrontend if heeds else StoppedFrontend)
-    monkeypatch.setattr(FakeClient, "wait_ready", lambda _: given_up.wait(10))
+    monkeypatch.setattr(FakeClient, "wait_ready", lambda _: given_up.wait(PATIENCE_S))
     monkeypatch.setattr(FakeClient, "kill", lambda _: given_up.set())
     supervisor._config = ServerConfig(api_server_count=2, shutdown_timeout=0.0)
 
     async def run() -> int:
         running = asyncio.create_task(supervisor.run())
-        async with asyncio.timeout(5):
-            while len(supervisor._frontends) < 2:
-                await asyncio.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return await running
+        await until(lambda: len(supervisor._frontends) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await asyncio.wait_for(running, PATIENCE_S / 2)
 
     assert asyncio.run(run()) == 0
     assert given_up.is_set()
@@ -288,12 +287,10 @@ def test_a_replacement_that_does_not_start_is_tried_again_while_others_serve(
         first.answerers["is_ready"] = is_ready
         await first.start()
         running = asyncio.create_task(supervisor.run())
-        async with asyncio.timeout(10):
-            while num_started < 3 * module._MAX_RESTARTS:
-                assert not running.done()
-                await asyncio.sleep(0.01)
-            serves = False  # from now on each counts
-            code = await running
+        await until(lambda: num_started >= 3 * module._MAX_RESTARTS or running.done())
+        assert not running.done()
+        serves = False  # from now on each counts
+        code = await asyncio.wait_for(running, PATIENCE_S)
         await first.close()
         return code
 

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import re
-import time
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ from instrumentation.metric_merge import encode_snapshot
 from instrumentation.prometheus import exposition
 from instrumentation.server_metrics import FRONTEND_CPU, FRONTEND_MEMORY, SERVER_METRICS
 from instrumentation.vllm_server_names import PROCESS_NAMES
+from tests.waiting import PATIENCE_S
 
 Calls = Callable[..., Awaitable[Any]]
 
@@ -163,8 +164,10 @@ def test_a_core_that_hangs_collects_no_callers(monkeypatch: pytest.MonkeyPatch) 
         # The call is still on its way, so it stays the only one.
         assert (await ask(app, "POST", "/stop_trace")).status_code == 409
         core_goes_on.set()
-        await asyncio.sleep(0.01)
-        assert (await ask(app, "POST", "/stop_trace")).json() == {"run_dir": "runs/run-1"}
+        async with asyncio.timeout(PATIENCE_S):
+            while (answer := await ask(app, "POST", "/stop_trace")).status_code == 409:
+                await asyncio.sleep(0)
+        assert answer.json() == {"run_dir": "runs/run-1"}
 
     asyncio.run(run())
 
@@ -427,8 +430,10 @@ def test_a_broken_snapshot_breaks_no_scrape() -> None:
 
 
 def test_a_scrape_is_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_turned = threading.Event()
+
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.3)
+        assert has_turned.wait(PATIENCE_S), "the loop is held up"
         return exposition(*arguments, **options)
 
     monkeypatch.setattr("instrumentation.prometheus.exposition", slow)
@@ -440,8 +445,9 @@ def test_a_scrape_is_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> N
         while not scrape.done():
             await asyncio.sleep(0.01)
             ticks += 1
+            if ticks == 10:
+                has_turned.set()
         assert scrape.result().status_code == 200
-        assert ticks >= 10  # a loop that is held up would have come round once
 
     asyncio.run(run())
 

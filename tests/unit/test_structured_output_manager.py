@@ -6,8 +6,7 @@ import resource
 import select
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -30,6 +29,7 @@ from engine.types.messages import ErrorKind
 from instrumentation import Event, GrammarOutcome, GrammarTotals, Metrics
 from instrumentation.testing import Recorder
 from tests.fakes import make_request, sampling_params
+from tests.waiting import PATIENCE_S, wait_until
 
 VOCAB_SIZE = 70
 END = 2
@@ -420,19 +420,15 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
 
 def results(compiler: GrammarCompiler, num: int) -> list[Compiled]:
     found: list[Compiled] = []
-    for _ in range(100):
-        found += compiler.take()
-        if len(found) >= num:
-            return found
-        compiler.wait(0.1)
-    raise AssertionError(f"only {len(found)} of {num} results")
 
+    def are_there() -> bool:
+        found.extend(compiler.take())
+        if len(found) < num:
+            compiler.wait(0.1)
+        return len(found) >= num
 
-def until(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
+    wait_until(are_there, f"not {num} results")
+    return found
 
 
 def test_results_are_what_the_process_says_with_the_grammar_made_here(
@@ -458,14 +454,14 @@ def test_what_takes_long_to_take_over_is_in_nobodys_way(
     gate = threading.Event()
 
     def compile_slowly(compiler: Any, kind: str, text: str, **more: Any) -> str:
-        assert text != "slow" or gate.wait(10)
+        assert text != "slow" or gate.wait(PATIENCE_S)
         return text.upper()
 
     monkeypatch.setattr(grammar_compiler, "compile_constraint", compile_slowly)
     for kind in ("regex", "grammar"):
         compiler.submit((kind, "slow", False))
     compiler.submit(key_of("good"))
-    until(lambda: bool(FakeProcess.started) and len(FakeProcess.started[0].requests) == 3)
+    wait_until(lambda: bool(FakeProcess.started) and len(FakeProcess.started[0].requests) == 3)
     process = FakeProcess.started[0]
     assert [one.grammar for one in results(compiler, 1)] == ["GOOD"]
     process.answer(1, compile_ns=QUICK_NS + 1)
@@ -495,15 +491,15 @@ def test_a_second_death_costs_only_those_their_grammar_that_have_had_two_tries(
 ) -> None:
     started = FakeProcess.started
     compiler.submit(("regex", "slow", False))
-    until(lambda: bool(started) and len(started[0].requests) == 1)
+    wait_until(lambda: bool(started) and len(started[0].requests) == 1)
     started[0].die()
-    until(lambda: len(started) == 2 and len(started[1].requests) == 1)
+    wait_until(lambda: len(started) == 2 and len(started[1].requests) == 1)
     compiler.submit(("grammar", "slow", False))
-    until(lambda: len(started[1].requests) == 2)
+    wait_until(lambda: len(started[1].requests) == 2)
     started[1].die()
     (given_up,) = results(compiler, 1)
     assert (given_up.key[0], given_up.outcome) == ("regex", GrammarOutcome.UNAVAILABLE)
-    until(lambda: len(started) == 3 and started[2].requests == [(2, "slow")])
+    wait_until(lambda: len(started) == 3 and started[2].requests == [(2, "slow")])
     started[2].answer(2)
     (result,) = results(compiler, 1)
     assert (result.key[0], result.outcome) == ("grammar", GrammarOutcome.COMPILED)
@@ -520,8 +516,8 @@ def test_a_compiler_that_cannot_be_made_leaves_no_large_grammar_waiting(
     monkeypatch.setattr(sys.modules["xgrammar"], "GrammarCompiler", fail)
     for number, kind in enumerate(("regex", "grammar"), 1):
         compiler.submit((kind, "slow", False))
-        until(lambda n=number: bool(FakeProcess.started) and compiler._last_number == n)
-        until(lambda n=number: len(FakeProcess.started[0].requests) == n)
+        wait_until(lambda n=number: bool(FakeProcess.started) and compiler._last_number == n)
+        wait_until(lambda n=number: len(FakeProcess.started[0].requests) == n)
         FakeProcess.started[0].answer(number, compile_ns=QUICK_NS + 1)
         (result,) = results(compiler, 1)
         assert (result.outcome, result.error) == (GrammarOutcome.UNAVAILABLE, "MemoryError()")
@@ -574,12 +570,12 @@ def test_what_is_withdrawn_is_told_to_the_process_and_compiled_when_it_is_wanted
     compiler: GrammarCompiler,
 ) -> None:
     compiler.submit(key_of("slow"))
-    until(lambda: bool(FakeProcess.started and FakeProcess.started[0].requests))
+    wait_until(lambda: bool(FakeProcess.started and FakeProcess.started[0].requests))
     process = FakeProcess.started[0]
     compiler.withdraw(key_of("slow"))
     compiler.withdraw(key_of("never wanted"))
     compiler.submit(key_of("slow"))
-    until(lambda: len(process.requests) == 3)
+    wait_until(lambda: len(process.requests) == 3)
     assert process.requests == [(1, "slow"), (1, None), (2, "slow")]
     process.answer(1)  # it was on its way when it was withdrawn
     process.answer(2)
@@ -598,7 +594,7 @@ def test_what_is_withdrawn_before_the_process_is_up_is_never_asked(
     for text in ("unwanted", "wanted"):
         compiler.submit(key_of(text))
     compiler.withdraw(key_of("unwanted"))
-    until(lambda: compiler._last_number == 2 and len(compiler._wanted) == 1)
+    wait_until(lambda: compiler._last_number == 2 and len(compiler._wanted) == 1)
     (process,) = FakeProcess.started
     process.said.append(Vocabulary(info="{}"))
     os.eventfd_write(process.wake, 1)
@@ -610,8 +606,8 @@ def test_warming_up_starts_a_process_in_the_background_that_the_first_constraint
     compiler: GrammarCompiler,
 ) -> None:
     compiler.warm_up()
-    until(lambda: bool(FakeProcess.started))
-    until(lambda: compiler._is_ready)
+    wait_until(lambda: bool(FakeProcess.started))
+    wait_until(lambda: compiler._is_ready)
     compiler.warm_up()
     compiler.submit(key_of("good"))
     assert results(compiler, 1)[0].outcome is GrammarOutcome.COMPILED

@@ -8,6 +8,7 @@ import pytest
 
 from engine.api.text_threads import TextThreads, is_long
 from engine.frontend.tokenizer import LONG_TEXT
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_the_loop_goes_on_and_gets_what_came_of_it() -> None:
 
         def slow() -> int:
             names.append(threading.current_thread().name)
-            assert gate.wait(10)
+            assert gate.wait(PATIENCE_S)
             return 7
 
         def wrong() -> None:
@@ -45,7 +46,7 @@ def test_the_loop_goes_on_and_gets_what_came_of_it() -> None:
 
         calls = [asyncio.create_task(threads.call(slow)) for _ in range(3)]
         with pytest.raises(ValueError, match="the text is wrong"):  # meanwhile, in another thread
-            await asyncio.wait_for(threads.call(wrong), 10)
+            await asyncio.wait_for(threads.call(wrong), PATIENCE_S)
         assert not any(call.done() for call in calls)
         gate.set()
         assert await asyncio.gather(*calls) == [7, 7, 7]
@@ -58,7 +59,7 @@ def test_the_loop_goes_on_and_gets_what_came_of_it() -> None:
 def test_an_end_waits_for_nobody_and_loses_nothing() -> None:
     async def run() -> None:
         threads, gate = TextThreads(), threading.Event()
-        call = asyncio.create_task(threads.call(lambda: gate.wait(10)))
+        call = asyncio.create_task(threads.call(lambda: gate.wait(PATIENCE_S)))
         await asyncio.sleep(0)
         threads.close()
         assert not call.done()

@@ -123,23 +123,30 @@ def test_batch_equals_single(tokenizer: Tokenizer) -> None:
 def test_long_texts_let_other_threads_run(tokenizer: Tokenizer) -> None:
     """And have the ids that they would have anyway."""
     text = "Some words, 12 numbers and é: all of it again. " * 8000
-    gaps_s, is_done = [0.0], threading.Event()
+    expected = tokenizer.backend.encode(text).ids
 
-    def watch() -> None:
-        last_s = time.monotonic()
-        while not is_done.wait(0.002):
-            gaps_s.append(time.monotonic() - last_s)
+    def longest_gap() -> float:
+        """How long another thread had to wait, as a share of the time that it took."""
+        gaps_s, is_done = [0.0], threading.Event()
+
+        def watch() -> None:
             last_s = time.monotonic()
+            while not is_done.wait(0.002):
+                gaps_s.append(time.monotonic() - last_s)
+                last_s = time.monotonic()
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    began_s = time.monotonic()
-    ids = tokenizer.encode(text)
-    took_s = time.monotonic() - began_s
-    is_done.set()
-    watcher.join()
-    assert ids == tokenizer.backend.encode(text).ids
-    assert max(gaps_s) < took_s / 2, "the interpreter's lock was held"
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        began_s = time.monotonic()
+        ids = tokenizer.encode(text)
+        took_s = time.monotonic() - began_s
+        is_done.set()
+        watcher.join()
+        assert ids == expected
+        return max(gaps_s) / took_s
+
+    # On a busy machine a thread may wait for a processor, but not every time.
+    assert any(longest_gap() < 0.5 for _ in range(5)), "the interpreter's lock was held"
 
 
 def test_facts_of_the_embedded_tokenizer(tokenizer: Tokenizer) -> None:
