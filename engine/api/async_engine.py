@@ -5,6 +5,7 @@ Knows tasks, threads and the host that they open and close. Knows no request.
 
 import asyncio
 import functools
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -67,6 +68,7 @@ class AsyncEngine(AsyncViews):
         self._unready_client: AsyncMPClient | None = None
         self._is_killed = False
         self._text_threads = TextThreads()
+        self._finalizer: weakref.finalize | None = None
 
     async def start(self) -> None:
         """Bring the engine up, once; later calls wait for the first.
@@ -116,6 +118,8 @@ class AsyncEngine(AsyncViews):
         if self._loop is not None and not self._loop.is_closed():
             self._check_loop()
         self._is_shut_down = True
+        if self._finalizer is not None:
+            self._finalizer.detach()
         if self._loop is None:  # nothing has been started
             return
         if self._stopping is None or self._stopping.cancelled():
@@ -183,6 +187,15 @@ class AsyncEngine(AsyncViews):
             raise
         self._begin_views(self._host)
         self._handler = OutputHandler(self.llm_engine)
+        if not self._is_shut_down:
+            self._finalizer = weakref.finalize(
+                self,
+                _close_dropped,
+                asyncio.get_running_loop(),
+                self._text_threads,
+                self._host,
+                self._handler,
+            )
 
     async def _stop(self) -> None:
         if self._starting is not None and self._loop is asyncio.get_running_loop():
@@ -190,16 +203,6 @@ class AsyncEngine(AsyncViews):
         self._text_threads.close()
         if self._host is not None:
             await _close(self._host, self._handler)
-
-    def __del__(self) -> None:
-        # On the loop, which knows the engine; without one, the process's own finaliser has to do.
-        handler, host = getattr(self, "_handler", None), getattr(self, "_host", None)
-        if handler is None or host is None or self._is_shut_down:
-            return
-        self._text_threads.close()
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(lambda: loop.create_task(_close(host, handler)))
 
     def _make_client(
         self, make: Callable[..., EngineCoreClient], *args: Any, **kwargs: Any
@@ -226,6 +229,17 @@ class AsyncEngine(AsyncViews):
                 "another thread, use asyncio.run_coroutine_threadsafe with its loop. Once its loop "
                 "is closed, shutdown() may be awaited on any."
             )
+
+
+def _close_dropped(
+    loop: asyncio.AbstractEventLoop, texts: TextThreads, host: EngineHost, handler: OutputHandler
+) -> None:
+    """On the loop, which knows the engine; without one, the process's own finaliser has to do."""
+    if host.is_foreign:
+        return
+    texts.close()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(lambda: loop.create_task(_close(host, handler)))
 
 
 async def _close(host: EngineHost, handler: OutputHandler | None) -> None:

@@ -51,8 +51,9 @@ class Script:
         folder: Path,
         by_stdin: bool = False,
         modules: Path | None = None,
+        before: str = "",
     ) -> None:
-        text = START.format(model=str(model)) + body
+        text = before + START.format(model=str(model)) + body
         file = folder / "script.py"
         file.write_text(text)
         path = os.pathsep.join(map(str, [ROOT, *([modules] if modules else [])]))
@@ -120,15 +121,24 @@ class Script:
 
 @contextmanager
 def script(
-    body: str, *, model: Path, by_stdin: bool = False, modules: Path | None = None
+    body: str,
+    *,
+    model: Path,
+    by_stdin: bool = False,
+    modules: Path | None = None,
+    before: str = "",
 ) -> Iterator[Script]:
     """Run a script in a new folder; both are gone afterwards.
 
-    `modules` is a folder of modules that it finds besides ours.
+    Args:
+        modules: a folder of modules that it finds besides ours.
+        before: what stands in front of all else, imports for example.
     """
     # Not pytest's own folder: the path of a socket has room for 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="script-"))
-    running = Script(body, model=model, folder=folder, by_stdin=by_stdin, modules=modules)
+    running = Script(
+        body, model=model, folder=folder, by_stdin=by_stdin, modules=modules, before=before
+    )
     try:
         yield running
     finally:
