@@ -13,7 +13,7 @@ import pytest
 
 from engine import LLM, RequestOutput, SamplingParams
 from tests.integration.conftest import QUIET
-from tests.support.kernel_levels import KERNEL_LEVELS
+from tests.levels import LEVELS
 from tests.tiny_models import VOCAB_SIZE, build_tiny_checkpoint
 
 TIE_GAP = 1e-4
@@ -117,14 +117,14 @@ def test_tiny_models(kind: str, folders: dict[str, Path], count_tie: Callable[[i
     count_tie(ties)
 
 
-@pytest.mark.parametrize("level", KERNEL_LEVELS)
+@pytest.mark.parametrize("level", [None, *LEVELS])
 def test_every_level_of_processor(
-    level: str,
+    level: str | None,
     folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
     count_tie: Callable[[int], None],
 ) -> None:
-    for name, value in KERNEL_LEVELS[level].items():
+    for name, value in LEVELS.get(level, {}).items():
         monkeypatch.setenv(name, value)
     ties = compare_batches(
         random_batches(4, 4, VOCAB_SIZE),
@@ -136,11 +136,11 @@ def test_every_level_of_processor(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["best", "avx2"])
+@pytest.mark.parametrize("level", [None, *LEVELS])
 def test_embedded_model(
-    level: str, monkeypatch: pytest.MonkeyPatch, count_tie: Callable[[int], None]
+    level: str | None, monkeypatch: pytest.MonkeyPatch, count_tie: Callable[[int], None]
 ) -> None:
-    for name, value in KERNEL_LEVELS[level].items():
+    for name, value in LEVELS.get(level, {}).items():
         monkeypatch.setenv(name, value)
     ties = compare_batches(
         random_batches(6, 4, 49152, longest=250),
