@@ -4,7 +4,10 @@ Knows tasks, threads and the host that they open and close. Knows no request.
 """
 
 import asyncio
+import atexit
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -23,6 +26,9 @@ from engine.transport.client import EngineCoreClient
 from engine.transport.interrupts import children_outlive_sigterm
 from engine.types.attachment import CoreAttachment
 from instrumentation import Metric
+
+_SPARE_S = 5.0
+"""What closing may take at the end of the interpreter, besides the core's time to stop."""
 
 
 class AsyncEngine(AsyncViews):
@@ -64,6 +70,7 @@ class AsyncEngine(AsyncViews):
         self._unready_client: AsyncMPClient | None = None
         self._is_killed = False
         self._text_threads = TextThreads()
+        self._remains: _Remains | None = None
 
     async def start(self) -> None:
         """Bring the engine up, once; later calls wait for the first.
@@ -113,6 +120,8 @@ class AsyncEngine(AsyncViews):
         if self._loop is not None and not self._loop.is_closed():
             self._check_loop()
         self._is_shut_down = True
+        if self._remains is not None:
+            self._remains.detach()
         if self._loop is None:  # nothing has been started
             return
         if self._stopping is None or self._stopping.cancelled():
@@ -179,6 +188,8 @@ class AsyncEngine(AsyncViews):
             raise
         self._begin_views(self._host)
         self._handler = OutputHandler(self.llm_engine)
+        if not self._is_shut_down:
+            self._remains = _Remains(self, self._host, self._handler, self._text_threads)
 
     async def _stop(self) -> None:
         if self._starting is not None and self._loop is asyncio.get_running_loop():
@@ -186,16 +197,6 @@ class AsyncEngine(AsyncViews):
         self._text_threads.close()
         if self._host is not None:
             await _close(self._host, self._handler)
-
-    def __del__(self) -> None:
-        # On the loop, which knows the engine; without one, the process's own finaliser has to do.
-        handler, host = getattr(self, "_handler", None), getattr(self, "_host", None)
-        if handler is None or host is None or self._is_shut_down:
-            return
-        self._text_threads.close()
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(lambda: loop.create_task(_close(host, handler)))
 
     def _make_client(
         self, make: Callable[..., EngineCoreClient], *args: Any, **kwargs: Any
@@ -224,12 +225,63 @@ class AsyncEngine(AsyncViews):
             )
 
 
+class _Remains:
+    """What is to be closed of an engine that nobody has shut down, and does not hold the engine.
+
+    Make it on the engine's event loop.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, host: EngineHost, handler: OutputHandler, texts: TextThreads
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._host, self._handler, self._texts = host, handler, texts
+        self._timeout_s = engine.config.process.engine_shutdown_timeout_s + _SPARE_S
+        self._finalizer = weakref.finalize(engine, self._close_dropped)
+        self._finalizer.atexit = False
+        # Behind what the core's client registered, and so before it at the end of the interpreter.
+        atexit.register(self._close_at_exit)
+
+    def detach(self) -> None:
+        """Leave closing to somebody else."""
+        self._finalizer.detach()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_dropped(self) -> None:
+        """On the loop, which knows the engine; without one, the core's own finaliser has to do."""
+        if self._host.is_foreign:
+            return
+        atexit.unregister(self._close_at_exit)
+        self._texts.close()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(
+                lambda: self._loop.create_task(_close(self._host, self._handler))
+            )
+
+    def _close_at_exit(self) -> None:
+        """While modules are whole; the loop may be running in a thread that ends with us."""
+        if self._host.is_foreign:
+            return
+        self._finalizer.detach()
+        self._texts.close()
+        if not self._loop.is_running():
+            self._host.shutdown()
+            return
+        closing = asyncio.run_coroutine_threadsafe(_close(self._host, self._handler), self._loop)
+        with contextlib.suppress(TimeoutError):  # it is stuck; the core's own finaliser comes next
+            closing.result(self._timeout_s)
+
+
 async def _close(host: EngineHost, handler: OutputHandler | None) -> None:
     if handler is not None:
         await handler.stop()
     # A thread of its own: those that the loop lends may all be busy for longer.
     thread = ThreadPoolExecutor(1, thread_name_prefix="shutdown")
     try:
-        await asyncio.get_running_loop().run_in_executor(thread, host.shutdown)
+        closing = asyncio.get_running_loop().run_in_executor(thread, host.shutdown)
+    except RuntimeError:  # no thread begins any more at the end of the interpreter
+        host.shutdown()
+    else:
+        await closing
     finally:
         thread.shutdown(wait=False)

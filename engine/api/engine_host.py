@@ -3,6 +3,7 @@
 Knows in which order things open and close. Knows no request and no event loop.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -59,6 +60,7 @@ class EngineHost:
         self._config = config
         self._attachment = attachment
         self._has_server = bool(metric_sources)
+        self._owner_pid = os.getpid()
         self._lock = threading.RLock()
         self.metrics_server: MetricsServer | None = None
         if attachment is not None:
@@ -108,8 +110,15 @@ class EngineHost:
             logger.warning("%s is without effect: %s", line.option, line.detail)
         return self.llm_engine
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether we are in a fork of the process that the engine belongs to."""
+        return os.getpid() != self._owner_pid
+
     def shutdown(self) -> None:
-        """Close all; waits for a start under way. Harmless when called twice."""
+        """Close all; waits for a start under way. Harmless when called twice, or in a fork."""
+        if self.is_foreign:  # all is the parent's, and another thread of it may have the lock
+            return
         with self._lock:
             try:
                 if hasattr(self, "llm_engine"):  # else it has failed, and is closed

@@ -42,8 +42,16 @@ def generate(llm, num_tokens=5):
 class Script:
     """A running script, in a process group of its own."""
 
-    def __init__(self, body: str, *, model: Path, folder: Path, by_stdin: bool = False) -> None:
-        text = START.format(model=str(model)) + body
+    def __init__(
+        self,
+        body: str,
+        *,
+        model: Path,
+        folder: Path,
+        by_stdin: bool = False,
+        before: str = "",
+    ) -> None:
+        text = before + START.format(model=str(model)) + body
         path = folder / "script.py"
         path.write_text(text)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
@@ -103,11 +111,15 @@ class Script:
 
 
 @contextmanager
-def script(body: str, *, model: Path, by_stdin: bool = False) -> Iterator[Script]:
-    """Run a script in a new folder; both are gone afterwards."""
+def script(body: str, *, model: Path, by_stdin: bool = False, before: str = "") -> Iterator[Script]:
+    """Run a script in a new folder; both are gone afterwards.
+
+    Args:
+        before: what stands in front of all else, imports for example.
+    """
     # Not pytest's own folder: the path of a socket has room for 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="script-"))
-    running = Script(body, model=model, folder=folder, by_stdin=by_stdin)
+    running = Script(body, model=model, folder=folder, by_stdin=by_stdin, before=before)
     try:
         yield running
     finally:
