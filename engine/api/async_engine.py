@@ -4,6 +4,8 @@ Knows tasks, threads and the host that they open and close. Knows no request.
 """
 
 import asyncio
+import atexit
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -25,6 +27,9 @@ from engine.transport.interrupts import children_outlive_sigterm
 from engine.types.attachment import CoreAttachment
 from instrumentation import Metric, SinkName
 from instrumentation.engine_metrics import Exporter
+
+_SPARE_S = 5.0
+"""What closing may take at the end of the interpreter, besides the core's time to stop."""
 
 
 class AsyncEngine(AsyncViews):
@@ -68,7 +73,7 @@ class AsyncEngine(AsyncViews):
         self._unready_client: AsyncMPClient | None = None
         self._is_killed = False
         self._text_threads = TextThreads()
-        self._finalizer: weakref.finalize | None = None
+        self._remains: _Remains | None = None
 
     async def start(self) -> None:
         """Bring the engine up, once; later calls wait for the first.
@@ -118,8 +123,8 @@ class AsyncEngine(AsyncViews):
         if self._loop is not None and not self._loop.is_closed():
             self._check_loop()
         self._is_shut_down = True
-        if self._finalizer is not None:
-            self._finalizer.detach()
+        if self._remains is not None:
+            self._remains.detach()
         if self._loop is None:  # nothing has been started
             return
         if self._stopping is None or self._stopping.cancelled():
@@ -188,14 +193,7 @@ class AsyncEngine(AsyncViews):
         self._begin_views(self._host)
         self._handler = OutputHandler(self.llm_engine)
         if not self._is_shut_down:
-            self._finalizer = weakref.finalize(
-                self,
-                _close_dropped,
-                asyncio.get_running_loop(),
-                self._text_threads,
-                self._host,
-                self._handler,
-            )
+            self._remains = _Remains(self, self._host, self._handler, self._text_threads)
 
     async def _stop(self) -> None:
         if self._starting is not None and self._loop is asyncio.get_running_loop():
@@ -231,15 +229,51 @@ class AsyncEngine(AsyncViews):
             )
 
 
-def _close_dropped(
-    loop: asyncio.AbstractEventLoop, texts: TextThreads, host: EngineHost, handler: OutputHandler
-) -> None:
-    """On the loop, which knows the engine; without one, the process's own finaliser has to do."""
-    if host.is_foreign:
-        return
-    texts.close()
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(lambda: loop.create_task(_close(host, handler)))
+class _Remains:
+    """What is to be closed of an engine that nobody has shut down, and does not hold the engine.
+
+    Make it on the engine's event loop.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, host: EngineHost, handler: OutputHandler, texts: TextThreads
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._host, self._handler, self._texts = host, handler, texts
+        self._timeout_s = engine.config.process.engine_shutdown_timeout_s + _SPARE_S
+        self._finalizer = weakref.finalize(engine, self._close_dropped)
+        self._finalizer.atexit = False
+        # Behind what the core's client registered, and so before it at the end of the interpreter.
+        atexit.register(self._close_at_exit)
+
+    def detach(self) -> None:
+        """Leave closing to somebody else."""
+        self._finalizer.detach()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_dropped(self) -> None:
+        """On the loop, which knows the engine; without one, the core's own finaliser has to do."""
+        if self._host.is_foreign:
+            return
+        atexit.unregister(self._close_at_exit)
+        self._texts.close()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(
+                lambda: self._loop.create_task(_close(self._host, self._handler))
+            )
+
+    def _close_at_exit(self) -> None:
+        """While modules are whole; the loop may be running in a thread that ends with us."""
+        if self._host.is_foreign:
+            return
+        self._finalizer.detach()
+        self._texts.close()
+        if not self._loop.is_running():
+            self._host.shutdown()
+            return
+        closing = asyncio.run_coroutine_threadsafe(_close(self._host, self._handler), self._loop)
+        with contextlib.suppress(TimeoutError):  # it is stuck; the core's own finaliser comes next
+            closing.result(self._timeout_s)
 
 
 async def _close(host: EngineHost, handler: OutputHandler | None) -> None:
@@ -248,6 +282,10 @@ async def _close(host: EngineHost, handler: OutputHandler | None) -> None:
     # A thread of its own: those that the loop lends may all be busy for longer.
     thread = ThreadPoolExecutor(1, thread_name_prefix="shutdown")
     try:
-        await asyncio.get_running_loop().run_in_executor(thread, host.shutdown)
+        closing = asyncio.get_running_loop().run_in_executor(thread, host.shutdown)
+    except RuntimeError:  # no thread begins any more at the end of the interpreter
+        host.shutdown()
+    else:
+        await closing
     finally:
         thread.shutdown(wait=False)

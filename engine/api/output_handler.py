@@ -34,6 +34,8 @@ class OutputHandler:
         self.dead_error: EngineDeadError | None = None
         client.attach()
         self._task = asyncio.create_task(self._run(), name="output handler")
+        # It never ends by itself. Where a script leaves its loop open, that is no fault of its own.
+        self._task._log_destroy_pending = False  # type: ignore[attr-defined]
 
     @property
     def num_open(self) -> int:

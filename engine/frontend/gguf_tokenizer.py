@@ -126,7 +126,7 @@ def build_backend(metadata: dict[str, Any]) -> tokenizers.Tokenizer | None:
             "the GGUF file has no vocabulary (tokenizer.ggml.tokens); give a tokenizer of its own "
             "or prompts as token ids"
         )
-    kind = SENTENCEPIECE.get(metadata.get("tokenizer.ggml.model", ""))
+    kind = _sentencepiece_kind(metadata)
     if kind is not None:
         backend = sentencepiece_vocabulary.build_backend(_sentencepiece(metadata, kind))
         _frame_text(backend, metadata, add_bos=kind.add_bos, add_eos=kind.add_eos)
@@ -175,6 +175,10 @@ def chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
     return templates
 
 
+def _sentencepiece_kind(metadata: dict[str, Any]) -> _SentencePiece | None:
+    return SENTENCEPIECE.get(str(metadata.get("tokenizer.ggml.model")))
+
+
 def _sentencepiece(metadata: dict[str, Any], kind: _SentencePiece) -> SentencePieceVocabulary:
     pieces = list(metadata["tokenizer.ggml.tokens"])
     scores = _array(metadata, "scores", "numbers")
@@ -195,7 +199,7 @@ def _sentencepiece(metadata: dict[str, Any], kind: _SentencePiece) -> SentencePi
         spelled = piece.replace(" ", SPACE)
         if type_ == PieceType.USER_DEFINED and spelled not in known:  # as in Gemma's files
             pieces[token_id] = spelled
-    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", kind.prefix)
+    has_prefix = _flag(metadata, "add_space_prefix", kind.prefix)
     character_map = _array(metadata, "precompiled_charsmap", "integers") or []
     return SentencePieceVocabulary(
         is_unigram=kind.is_unigram,
@@ -203,7 +207,7 @@ def _sentencepiece(metadata: dict[str, Any], kind: _SentencePiece) -> SentencePi
         scores=[0.0] * len(pieces) if scores is None else scores,
         types=types,
         prefix="always" if has_prefix else "never",
-        removes_extra_spaces=metadata.get("tokenizer.ggml.remove_extra_whitespaces", False),
+        removes_extra_spaces=_flag(metadata, "remove_extra_whitespaces", False),
         character_map=bytes(byte & 0xFF for byte in character_map),
         merges=None if merges is None else [_pair(merge) for merge in merges],
     )
@@ -238,6 +242,13 @@ def _array(metadata: dict[str, Any], name: str, of: str) -> list[Any] | None:
     raise TokenizerError(f"the GGUF file's tokenizer.ggml.{name} must be an array of {of}")
 
 
+def _flag(metadata: dict[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if value in (True, False):
+        return bool(value)
+    raise TokenizerError(f"the GGUF file's tokenizer.ggml.{name} must be true or false")
+
+
 def _pair(merge: str) -> tuple[str, str]:
     """The two pieces of a merge, of which the first may begin with a space."""
     left, _, right = merge[1:].partition(" ")
@@ -264,10 +275,10 @@ def _frame_text(
     """Let the tokenizer put BOS before and EOS behind a text, if the file says so."""
     frame: list[str] = ["$A"]
     ids: dict[str, int] = {}
-    if metadata.get("tokenizer.ggml.add_bos_token", add_bos):
+    if _flag(metadata, "add_bos_token", add_bos):
         frame.insert(0, "BOS")
         ids["BOS"] = _required(metadata, "bos_token")
-    if metadata.get("tokenizer.ggml.add_eos_token", add_eos):
+    if _flag(metadata, "add_eos_token", add_eos):
         frame.append("EOS")
         ids["EOS"] = _required(metadata, "eos_token")
     if not ids:
@@ -282,7 +293,7 @@ def _frame_text(
 
 
 def _special_id(metadata: dict[str, Any], name: str) -> int | None:
-    kind = SENTENCEPIECE.get(metadata.get("tokenizer.ggml.model", ""))
+    kind = _sentencepiece_kind(metadata)
     default = None if kind is None else kind.special_ids.get(name)
     return metadata.get(SPECIAL_TOKEN_KEYS[name], default)
 

@@ -204,6 +204,8 @@ def test_a_tab_that_is_only_a_byte_merges(tmp_path: Path) -> None:
         ({"merges": ["not there"]}, "cannot be used"),
         ({"add_bos_token": True, "bos_token_id": 400}, "bos_token_id is 400"),
         ({"precompiled_charsmap": [1, 2, 3]}, "cannot be used"),
+        ({"add_space_prefix": "false"}, "add_space_prefix must be true or false"),
+        ({"add_eos_token": 2}, "add_eos_token must be true or false"),
     ],
 )
 def test_files_that_are_wrong(changes: dict[str, object], message: str, tmp_path: Path) -> None:
