@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-levels test-lowest test-slow lint bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,6 +15,13 @@ test: .venv/ready ## everything but the slow tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m tests.levels
+
+test-levels: .venv/ready ## the part of it that runs again with the processor's best features hidden
+	$(BIN)/python -m tests.levels $(PYTEST_ARGS)
+
+test-lowest: .venv-lowest/ready ## everything but the slow tests, with the lowest versions allowed
+	.venv-lowest/bin/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-slow: .venv/ready ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
@@ -32,5 +39,9 @@ bench: .venv/ready ## offline figures on the embedded model
 	PYTHON=$(PYTHON) sh scripts/setup.sh
 	touch $@
 
-clean: ## remove the environment and recorded runs
-	rm -rf .venv runs
+.venv-lowest/ready: pyproject.toml constraints.txt scripts/setup.sh scripts/lowest_versions.py
+	PYTHON=$(PYTHON) VENV=.venv-lowest sh scripts/setup.sh
+	touch $@
+
+clean: ## remove the environments and recorded runs
+	rm -rf .venv .venv-lowest runs

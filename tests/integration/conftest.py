@@ -3,6 +3,7 @@
 Knows where models come from. Does not know what is tested with them.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import pytest
 
 from tests.integration.reference import ReferenceModel, load_gguf_llama, varied_text
 from tests.integration.server_process import ServerProcess
+from tests.levels import VARIABLE
 from tests.tiny_models import FAMILIES, build_tiny_checkpoint
 
-QUIET = {"log_level": "warning"}
+LEVEL = os.environ.get(VARIABLE)
+"""Of processor, that these tests run for; None: the processor as it is."""
+CPU_KERNELS = {} if LEVEL is None else {"cpu_kernels": "torch"}
+QUIET = {"log_level": "warning"} | CPU_KERNELS
 EXACT = QUIET | {"dtype": "float32"}
 """For the embedded model, wherever texts or numbers of two runs are compared, or a text with one
 that is written down. In bfloat16, its default, the same request is rounded otherwise in a batch of
@@ -79,7 +84,8 @@ def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def embedded_server() -> Iterator[ServerProcess]:
     """A server of the embedded model, for tests that leave it as they find it."""
     flags = ("--kv-cache-memory-bytes", str(512 << 20), "--max-logprobs", "2000")
-    with ServerProcess("--dtype", EXACT["dtype"], *flags) as server:
+    exact = ("--dtype", EXACT["dtype"], "--cpu-kernels", EXACT.get("cpu_kernels", "auto"))
+    with ServerProcess(*exact, *flags) as server:
         yield server
 
 
@@ -116,6 +122,16 @@ def count_tie(request: pytest.FixtureRequest) -> Callable[[int], None]:
         stash[_TIES_KEY] = stash.get(_TIES_KEY, 0) + ties
 
     return add
+
+
+def pytest_report_header() -> str | None:
+    """Say at which level the tests run."""
+    if LEVEL is None:
+        return None
+    import torch
+
+    found = torch.backends.cpu.get_cpu_capability()
+    return f"level {LEVEL}: PyTorch has kernels for {found}"
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

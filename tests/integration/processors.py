@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from engine import AdapterLogitsProcessor, LogitsProcessor, SamplingParams
+from engine.log import get_logger
 from engine.worker.logits_processor import BatchUpdate, RequestLogitsProcessor
 
 
@@ -101,6 +102,17 @@ class FailsAfter(AdapterLogitsProcessor):
             return None if how == "none" else logits[:1]  # type: ignore[return-value]
 
         return process
+
+
+class TellsKernels(EvenTokensOnly):
+    """Says in the log which kernels PyTorch has chosen in the engine core."""
+
+    def __init__(self, config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(config, device, is_pin_memory)
+        matrix = torch.ones(64, 64, dtype=torch.bfloat16)
+        torch.nn.functional.linear(matrix, matrix)  # has oneDNN say what it runs on, if asked to
+        found = torch.backends.cpu.get_cpu_capability()
+        get_logger(__name__).info("the core's PyTorch has kernels for %s", found)
 
 
 class Raises(EvenTokensOnly):
