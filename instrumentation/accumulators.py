@@ -8,6 +8,7 @@ counted under `other`.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from itertools import accumulate, product
 from typing import Any
 
@@ -23,6 +24,14 @@ LabelValues = tuple[str, ...]
 def _initial_keys(info: MetricInfo) -> list[LabelValues]:
     """All usual series, so that each is there, at zero, from the start."""
     return list(product(*info.labels.values()))
+
+
+def bound_text(bound: float) -> str:
+    """A bucket's bound as Prometheus writes it, which queries name: 0.25, 1.0, 1e+06."""
+    if bound < 1e6:
+        return repr(bound)
+    digits, exponent = f"{Decimal(repr(bound)).normalize():e}".split("e+")
+    return f"{digits}e+{int(exponent):02}"
 
 
 class CounterFamily:
@@ -131,7 +140,7 @@ class HistogramFamily:
     def snapshot(self, labels: dict[str, str]) -> list[Histogram]:
         """Read all series, in base units, under these further labels."""
         to_base = self.info.unit.to_base
-        bound_texts = [repr(bound) for bound in self.buckets] + ["+Inf"]
+        bound_texts = [*map(bound_text, self.buckets), "+Inf"]
         series = []
         for key, distribution in list(self.distributions.items()):
             cumulative = list(accumulate(distribution.counts))

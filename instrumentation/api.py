@@ -156,8 +156,11 @@ class Instrument:
         it had not."""
         return ""
 
-    def dump_flight(self, reason: FlightReason, detail: str = "") -> str | None:
-        """Write the last steps to a file and return its path; None where there is no recorder."""
+    def dump_flight(self, reason: FlightReason, detail: str = "", *, step: int = -1) -> str | None:
+        """Write the last steps to a file and return its path; None where there is no recorder.
+
+        `step` is the number of the one that is the reason.
+        """
         return None
 
     def ask_for_flight(self, reason: FlightReason) -> None:

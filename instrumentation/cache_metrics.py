@@ -4,7 +4,14 @@ Knows which field of a step record feeds which metric.
 """
 
 from instrumentation.accumulators import Families
-from instrumentation.metric_info import SMALL_COUNT_BUCKETS, MetricKind, Unit, declare
+from instrumentation.metric_info import (
+    RESIDENCY_BUCKETS,
+    SMALL_COUNT_BUCKETS,
+    AfterDeath,
+    MetricKind,
+    Unit,
+    declare,
+)
 from instrumentation.names import PrefixMiss
 from instrumentation.step_records import StepRecord
 
@@ -18,14 +25,17 @@ KV_BLOCKS = declare(
     _GAUGE,
     unit=Unit.BLOCKS,
     help="Blocks of the KV pool after the last step; the states add up to the pool. cached_free: "
-    "held by nobody, contents can still be hit",
+    "held by nobody, contents can still be hit. All are free after the core's death",
+    after_death=AfterDeath.RESET,
     state=BLOCK_STATES,
 )
 KV_UNFILLED_SLOTS = declare(
     "kv_unfilled_slots",
     _GAUGE,
     unit=Unit.TOKENS,
-    help="Token slots that hold nothing in the last blocks of the requests of the last step",
+    help="Token slots that hold nothing in the last blocks of the requests of the last step; 0 "
+    "after the core's death",
+    after_death=AfterDeath.RESET,
 )
 KV_BLOCK_EVICTIONS = declare(
     "kv_block_evictions_total",
@@ -38,18 +48,21 @@ KV_BLOCK_LIFETIME = declare(
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="From allocation to eviction of cached blocks; at most 64 of each step",
+    buckets=RESIDENCY_BUCKETS,
 )
 KV_BLOCK_IDLE = declare(
     "kv_block_idle_before_evict_seconds",
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="From the last use to eviction of cached blocks; at most 64 of each step",
+    buckets=RESIDENCY_BUCKETS,
 )
 KV_BLOCK_REUSE_GAP = declare(
     "kv_block_reuse_gap_seconds",
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="From the last use of a cached free block to its next hit; at most 64 of each step",
+    buckets=RESIDENCY_BUCKETS,
 )
 PREFIX_QUERY_TOKENS = declare(
     "prefix_cache_query_tokens_total",

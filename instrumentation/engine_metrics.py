@@ -8,7 +8,7 @@ from typing import Protocol
 
 from instrumentation.accumulators import Families
 from instrumentation.api import Instrument
-from instrumentation.metric_info import MetricKind, Unit, declare
+from instrumentation.metric_info import AfterDeath, MetricKind, Unit, declare
 from instrumentation.names import RING, Role, SinkName, StartupPhase
 from instrumentation.step_records import StepRecord
 
@@ -21,13 +21,15 @@ ENGINE_UP = declare(
     "engine_up",
     _GAUGE,
     unit=Unit.INFO,
-    help="1 while the engine core is alive, 0 once it has died or was shut down",
+    help="1 while the engine core is alive, 0 before and once it has died or was shut down",
+    after_death=AfterDeath.RESET,
 )
 ENGINE_INFO = declare(
     "engine_info",
     _GAUGE,
     unit=Unit.INFO,
     help="What the engine runs, in labels; the value is 1",
+    after_death=AfterDeath.KEPT,
     version=(),
     model=(),
     dtype=(),
@@ -39,31 +41,40 @@ CONFIG_INFO = declare(
     _GAUGE,
     unit=Unit.INFO,
     help="The settings in force after all adjustment, a series each; the value is 1",
+    after_death=AfterDeath.KEPT,
     setting=(),
     value=(),
 )
 KV_CACHE_CAPACITY = declare(
-    "kv_cache_capacity_tokens", _GAUGE, unit=Unit.TOKENS, help="Tokens that the KV pool can hold"
+    "kv_cache_capacity_tokens",
+    _GAUGE,
+    unit=Unit.TOKENS,
+    help="Tokens that the KV pool can hold",
+    after_death=AfterDeath.KEPT,
 )
 MAX_MODEL_LEN = declare(
     "max_model_len_tokens",
     _GAUGE,
     unit=Unit.TOKENS,
     help="Longest sequence, as the core settled on it",
+    after_death=AfterDeath.KEPT,
 )
 MEMORY = declare(
     "memory_bytes",
     _GAUGE,
     unit=Unit.BYTES,
-    help="Memory of the core, by component; they add up to what its process (CPU) or device (GPU) "
-    "has in use with the largest batch running and the KV pool filled",
+    help="Memory that the core has planned with, by component; they add up to what its process "
+    "(CPU) or device (GPU) has in use with the largest batch running and the KV pool filled. Kept "
+    "after the core's death",
+    after_death=AfterDeath.KEPT,
     component=MEMORY_COMPONENTS,
 )
 STARTUP_SECONDS = declare(
     "startup_phase_seconds",
     _GAUGE,
     unit=Unit.SECONDS,
-    help="How long each phase of start-up took",
+    help="How long each phase of start-up took; 0: it has not taken place",
+    after_death=AfterDeath.KEPT,
     phase=tuple(phase.label for phase in StartupPhase),
 )
 TRANSPORT_SECONDS = declare(
@@ -120,7 +131,11 @@ class Exporter(Protocol):
 
 
 class EngineMetrics:
-    """Counts what belongs to no single step or request."""
+    """Counts what belongs to no single step or request.
+
+    Attributes:
+        is_down: the core has died, or was shut down.
+    """
 
     def __init__(self, families: Families, *, instrument: Instrument) -> None:
         self._families = families
@@ -140,6 +155,7 @@ class EngineMetrics:
         self._num_errors: dict[str, int] = {}
         self._exporters: list[tuple[SinkName, Exporter]] = []
         self._counting_ns = 0
+        self.is_down = False
 
     def engine_is_ready(
         self,
@@ -152,7 +168,7 @@ class EngineMetrics:
         startup_ns: Mapping[str, int],
     ) -> None:
         """Take over what start-up decided; `info` has the labels of `ENGINE_INFO`."""
-        self._up.set(1)
+        self._up.set(int(not self.is_down))
         self._info.set(1, *(info[label] for label in ENGINE_INFO.labels))
         for setting, value in settings.items():
             self._config.set(1, setting, value)
@@ -164,7 +180,8 @@ class EngineMetrics:
             self._startup.set(duration_ns, phase)
 
     def engine_is_down(self) -> None:
-        """The core has died, or was shut down."""
+        """The core has died, or was shut down; word of its start may come later than that."""
+        self.is_down = True
         self._up.set(0)
 
     def observe_transport(self, duration_ns: int) -> None:

@@ -51,7 +51,13 @@ class FlightRecorder:
     """
 
     def __init__(
-        self, num_steps: int, *, role: str, rank: int = 0, folder: str | None = None
+        self,
+        num_steps: int,
+        *,
+        role: str,
+        rank: int = 0,
+        title: str = "",
+        folder: str | None = None,
     ) -> None:
         assert num_steps > 0
         self.steps: deque[StepRecord] = deque(maxlen=num_steps)
@@ -61,6 +67,7 @@ class FlightRecorder:
         self.run_dir: str | None = None
         self._role = role
         self._rank = rank
+        self._title = title
         self._folder = folder
         self._lock = threading.Lock()
 
@@ -79,12 +86,10 @@ class FlightRecorder:
 
     def _write(self, reason: FlightReason, detail: str, step: int) -> Path:
         steps = copy_of(self.steps)
-        if step < 0 and steps and reason is FlightReason.CRASH:
-            step = steps[-1].step
         stem = f"{FILE_PREFIX}{reason.label}-{self._role}-{os.getpid()}-"
         writer = open_numbered(self._prepare_folder(), stem)
         try:
-            writer.write(process_header(self._role, self._rank))
+            writer.write(process_header(self._role, self._rank, self._title))
             writer.write(read_clock_anchor())
             self._write_records(writer, steps)
             writer.write(FlightDump(reason, time.monotonic_ns(), detail, step))

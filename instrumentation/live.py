@@ -270,12 +270,12 @@ class LiveInstrument(Instrument):
         """What the process's main instrument has found at the end."""
         return self._process.early_end
 
-    def dump_flight(self, reason: FlightReason, detail: str = "") -> str | None:
+    def dump_flight(self, reason: FlightReason, detail: str = "", *, step: int = -1) -> str | None:
         """Write the last steps to a file and return its path; None where that cannot be done."""
         recorder = self._process.recorder
         if reason is FlightReason.ENGINE_DEAD and recorder is not None and not recorder.steps:
             return None  # nothing has happened that would be worth a file
-        return self._process.dump_flight(reason, detail)
+        return self._process.dump_flight(reason, detail, step)
 
     def ask_for_flight(self, reason: FlightReason) -> None:
         """Leave a note for the drain thread."""

@@ -4,7 +4,7 @@ Knows which metrics add up (`MetricInfo.adds_up`). Does not know who the fronten
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from instrumentation.metric_info import METRICS, MetricInfo, MetricKind
 from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
 from instrumentation.request_metrics import REQUESTS_FINISHED, REQUESTS_IN_FLIGHT
-from instrumentation.server_metrics import HTTP_IN_FLIGHT, HTTP_OUTCOMES, HTTP_REQUESTS
+from instrumentation.server_metrics import HTTP_IN_FLIGHT, HTTP_OUTCOMES, HTTP_REQUESTS, OTHER
 
 
 def merge_snapshots(snapshots: Iterable[Sequence[Metric]]) -> list[Metric]:
@@ -30,6 +30,18 @@ def merge_snapshots(snapshots: Iterable[Sequence[Metric]]) -> list[Metric]:
             elif METRICS[metric.name].adds_up:
                 merged[key] = _add(before, metric)
     return list(merged.values())
+
+
+def regroup(
+    series: Iterable[Metric], labels_of: Callable[[dict[str, str]], dict[str, str]]
+) -> list[Metric]:
+    """Series of one metric under other labels; those that come to have the same are added up."""
+    grouped: dict[tuple[str, ...], Metric] = {}
+    for metric in series:
+        moved = dataclasses.replace(metric, labels=labels_of(metric.labels))
+        key = tuple(moved.labels.values())
+        grouped[key] = _add(grouped[key], moved) if key in grouped else moved
+    return list(grouped.values())
 
 
 def end_in_flight(snapshot: Sequence[Metric]) -> list[Metric]:
@@ -54,7 +66,7 @@ def end_in_flight(snapshot: Sequence[Metric]) -> list[Metric]:
         ended.append(metric)
     if lost_http:  # by route and status nobody knows them any more
         (common,) = [m.labels for m in snapshot if _is(m, HTTP_IN_FLIGHT)]
-        unknown = {"method": "other", "route": "other", "status": "500"}
+        unknown = {"method": OTHER, "route": OTHER, "status": "500"}
         ended.append(Counter(HTTP_REQUESTS.name, common | unknown, lost_http))
     return ended
 

@@ -58,9 +58,11 @@ class Metrics:
         self.structured_outputs.observe_step(record)
 
     def engine_died(self) -> None:
-        """Keep the totals, and let go of the levels of a core that is no more."""
+        """Keep the totals, and let go of the levels of a core that is no more.
+
+        What it said last may be counted later than this, so each snapshot lets go again.
+        """
         self.engine.engine_is_down()
-        self.steps.forget_queues()
 
     def snapshot(self) -> list[Metric]:
         """Read every series, also those still at zero, in the catalogue's order."""
@@ -69,6 +71,9 @@ class Metrics:
         return [*series, *(one for source in self.sources for one in source())]
 
     def _snapshot(self) -> list[Metric]:
+        if self.engine.is_down:
+            self.steps.forget_queues()
+            self.structured_outputs.forget_cache()
         last_step = self.steps.last_step
         self.steps.take_levels(self._clock(), self._instrument.phase_totals_ns())
         if last_step is not None:

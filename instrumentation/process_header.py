@@ -23,7 +23,7 @@ def read_clock_anchor() -> ClockAnchor:
     return ClockAnchor((before_ns + after_ns) // 2, wall_ns, boottime_ns)
 
 
-def process_header(role: str, rank: int) -> ProcessHeader:
+def process_header(role: str, rank: int, title: str = "") -> ProcessHeader:
     """Describe this process."""
     try:
         version = metadata.version("isinglass")
@@ -38,4 +38,5 @@ def process_header(role: str, rank: int) -> ProcessHeader:
         python_version=platform.python_version(),
         argv=tuple(sys.argv),
         started_ns=time.monotonic_ns(),
+        title=title,
     )

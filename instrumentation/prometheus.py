@@ -1,16 +1,17 @@
 """The scrape endpoint: snapshots as Prometheus text or OpenMetrics, over HTTP.
 
 Knows the formats through `prometheus_client`, which is told of our numbers at scrape only. Does
-not know how they are counted. A scrape never fails for an error of ours: it is counted, and what
-can be shown is shown.
+not know how they are counted. A scrape never fails for an error of ours: all are counted, the first
+is logged, and what can be shown is shown.
 """
 
+import functools
 import gzip
 import logging
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from threading import Thread
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from threading import Lock, Thread
+from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client.core import (
@@ -23,7 +24,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
 from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as ClientExemplar
 
 from instrumentation.metric_info import METRICS, MetricInfo, MetricKind
@@ -35,6 +36,7 @@ _LOGGER = logging.getLogger("isinglass.telemetry")
 
 Snapshot = Callable[[], Sequence[Metric]]
 Translation = Callable[[Sequence[Metric]], Iterable[Family]]
+_Part = TypeVar("_Part")
 
 
 class SnapshotCollector(Collector):
@@ -43,36 +45,74 @@ class SnapshotCollector(Collector):
     Args:
         snapshots: one for each engine; series differ by their labels.
         translations: other names for the same values (see `vllm_names`).
-        count_error: told of each error while collecting.
+
+    Attributes:
+        num_errors: parts of scrapes that have failed; for `EngineMetrics.watch`.
+        num_drops: nothing is ever lost.
     """
 
     def __init__(
-        self,
-        snapshots: Sequence[Snapshot],
-        *,
-        translations: Sequence[Translation] = (),
-        count_error: Callable[[], None],
+        self, snapshots: Sequence[Snapshot], *, translations: Sequence[Translation] = ()
     ) -> None:
+        self.num_errors = 0
+        self.num_drops = 0
         self._snapshots = snapshots
         self._translations = translations
-        self._count_error = count_error
+        self._lock = Lock()
 
-    def collect(self) -> Iterator[Family]:
-        """All series as they stand."""
-        families: list[Family] = []
+    def collect(self) -> list[Family]:
+        """All series as they stand; without the part that fails."""
+        series: list[Metric] = []
+        for snapshot in self._snapshots:
+            series += self._parts(snapshot)
+        families = self._parts(to_families, series)
+        for translate in self._translations:
+            families += self._parts(translate, series)
+        return families
+
+    def encode(self, encoder: Callable[[Collector], bytes]) -> bytes:
+        """All series as they stand, in a format; without the families that cannot be written."""
+        families = _Families(self.collect())
         try:
-            series = [metric for snapshot in self._snapshots for metric in snapshot()]
-            families += to_families(series)
-            for translate in self._translations:
-                families += translate(series)
-        except Exception:
-            _LOGGER.exception("metrics could not all be collected for a scrape")
-            self._count_error()
-        yield from families
+            return encoder(families)
+        except Exception as error:
+            self._count(error)
+            return encoder(_Families(one for one in families if _can_be_written(one, encoder)))
 
-    def describe(self) -> Iterable[Family]:
-        """Nothing: collecting at registration would be the only way to know."""
-        return ()
+    def _parts(self, make: Callable[..., Iterable[_Part]], *arguments: Any) -> list[_Part]:
+        """What is made, as far as it can be."""
+        parts: list[_Part] = []
+        try:
+            parts.extend(make(*arguments))
+        except Exception as error:
+            self._count(error)
+        return parts
+
+    def _count(self, error: Exception) -> None:
+        with self._lock:  # scrapes may come at the same time
+            self.num_errors += 1
+            is_first = self.num_errors == 1
+        if is_first:
+            _LOGGER.error(
+                "a part of /metrics could not be made (logged once, all are counted): %r",
+                error,
+                exc_info=error,
+            )
+
+
+class _Families(list[Family], Collector):
+    """What has been collected, for an encoder to read."""
+
+    def collect(self) -> Iterable[Family]:
+        return self
+
+
+def _can_be_written(one: Family, encoder: Callable[[Collector], bytes]) -> bool:
+    try:
+        encoder(_Families([one]))
+    except Exception:  # which has been counted with all the others
+        return False
+    return True
 
 
 class MetricsServer:
@@ -82,13 +122,11 @@ class MetricsServer:
         OSError: the address cannot be listened at.
     """
 
-    def __init__(self, collector: Collector, *, host: str, port: int) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(collector)
+    def __init__(self, collector: SnapshotCollector, *, host: str, port: int) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server_class = type("_Server", (ThreadingWSGIServer,), {"address_family": family})
         self._server: WSGIServer = make_server(
-            host, port, _application(registry), server_class, handler_class=_QuietHandler
+            host, port, _application(collector), server_class, handler_class=_QuietHandler
         )
         self.host = host
         self.port: int = self._server.server_port
@@ -117,7 +155,7 @@ class _QuietHandler(WSGIRequestHandler):
         """Write nothing: a scrape every few seconds is no news."""
 
 
-def _application(registry: CollectorRegistry) -> Callable[..., list[bytes]]:
+def _application(collector: SnapshotCollector) -> Callable[..., list[bytes]]:
     """The endpoint as a WSGI application."""
 
     def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
@@ -128,7 +166,7 @@ def _application(registry: CollectorRegistry) -> Callable[..., list[bytes]]:
             start_response("405 Method Not Allowed", [("Allow", "GET, HEAD")])
             return []
         body, headers = exposition(
-            registry,
+            collector,
             accept=environ.get("HTTP_ACCEPT", ""),
             accept_encoding=environ.get("HTTP_ACCEPT_ENCODING", ""),
         )
@@ -139,17 +177,16 @@ def _application(registry: CollectorRegistry) -> Callable[..., list[bytes]]:
 
 
 def exposition(
-    registry: CollectorRegistry, *, accept: str, accept_encoding: str = ""
+    collector: SnapshotCollector, *, accept: str, accept_encoding: str = ""
 ) -> tuple[bytes, list[tuple[str, str]]]:
     """A scrape's body and headers, in the format and the encoding that the scraper asks for."""
     encode, content_type = choose_encoder(accept)
     if content_type.startswith(_OPENMETRICS):
         # All our names are valid as they are; the library's other escapings would replace the
         # colon of vLLM's names in the samples but not in their types.
-        body = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
+        encode = functools.partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
         content_type = f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
-    else:
-        body = encode(registry)
+    body = collector.encode(encode)
     headers = [("Content-Type", content_type)]
     if "gzip" in accept_encoding:
         body = gzip.compress(body, compresslevel=1)

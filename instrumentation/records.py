@@ -63,6 +63,8 @@ class ProcessHeader(msgspec.Struct, array_like=True, tag=10, gc=False, kw_only=T
     python_version: str
     argv: tuple[str, ...]
     started_ns: int
+    title: str = ""
+    """What the process is called where that says more than its role, as `ApiServer_2`."""
 
 
 class Drops(msgspec.Struct, array_like=True, tag=11, gc=False):

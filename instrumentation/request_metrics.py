@@ -9,7 +9,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from instrumentation.accumulators import Families, HistogramFamily
-from instrumentation.metric_info import SMALL_COUNT_BUCKETS, MetricKind, Unit, declare
+from instrumentation.metric_info import (
+    BETWEEN_TOKENS_BUCKETS,
+    FIRST_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    SMALL_COUNT_BUCKETS,
+    AfterDeath,
+    MetricKind,
+    Unit,
+    declare,
+)
 from instrumentation.metric_types import Exemplar
 from instrumentation.request_records import RequestTimeline
 from instrumentation.slo import MissCause, Objective
@@ -46,6 +55,7 @@ REQUESTS_IN_FLIGHT = declare(
     unit=Unit.REQUESTS,
     help="Sequences that have arrived and neither finished nor were rejected",
     adds_up=True,
+    after_death=AfterDeath.LIVE,
 )
 PROMPT_TOKENS = declare(
     "prompt_tokens_total",
@@ -67,39 +77,49 @@ TIME_TO_FIRST_TOKEN = declare(
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="Arrival (not first schedule) to first token; counted once that token is there",
+    buckets=FIRST_TOKEN_BUCKETS,
 )
 INTER_TOKEN_LATENCY = declare(
     "inter_token_latency_seconds",
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="Time between two tokens of a request",
+    buckets=BETWEEN_TOKENS_BUCKETS,
 )
 TIME_PER_OUTPUT_TOKEN = declare(
     "request_time_per_output_token_seconds",
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="A request's mean time between two tokens",
+    buckets=BETWEEN_TOKENS_BUCKETS,
 )
 E2E_SECONDS = declare(
     "request_e2e_seconds",
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="Arrival to last token (or to giving up); queue + prefill + decode + preempted",
+    buckets=REQUEST_BUCKETS,
 )
 QUEUE_SECONDS = declare(
-    "request_queue_seconds", _HISTOGRAM, unit=Unit.SECONDS, help="Arrival to first scheduled"
+    "request_queue_seconds",
+    _HISTOGRAM,
+    unit=Unit.SECONDS,
+    help="Arrival to first scheduled",
+    buckets=REQUEST_BUCKETS,
 )
 PREFILL_SECONDS = declare(
     "request_prefill_seconds",
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="First scheduled to first token, less preemptions",
+    buckets=REQUEST_BUCKETS,
 )
 DECODE_SECONDS = declare(
     "request_decode_seconds",
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="First to last token, less preemptions",
+    buckets=REQUEST_BUCKETS,
 )
 PREEMPTED_SECONDS = declare(
     "request_preempted_seconds",
@@ -112,6 +132,7 @@ INFERENCE_SECONDS = declare(
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="First scheduled to last token: prefill + decode + preempted",
+    buckets=REQUEST_BUCKETS,
 )
 INTAKE_SECONDS = declare(
     "request_intake_seconds",

@@ -5,15 +5,15 @@ tells of each exchange once at its beginning and once at its end. One thread cou
 at any time.
 """
 
-import contextlib
-import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from instrumentation.accumulators import Families
-from instrumentation.metric_info import MetricKind, Unit, declare
+from instrumentation.metric_info import HTTP_BUCKETS, AfterDeath, MetricKind, Unit, declare
 from instrumentation.metric_types import Metric
+from instrumentation.process_facts import read_process_facts, read_start_wall_ns
 from instrumentation.request_metrics import exemplar_of
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
@@ -38,6 +38,8 @@ REFUSALS = (
     "stopping",
     "dead",
 )
+OTHER = "other"
+"""The route of a path that no route has, and the method of one that the route does not have."""
 _LAG_WINDOW_NS = 10_000_000_000
 
 HTTP_ARRIVED = declare(
@@ -79,12 +81,15 @@ HTTP_IN_FLIGHT = declare(
     unit=Unit.REQUESTS,
     help="HTTP requests that have arrived and not ended, this scrape included",
     adds_up=True,
+    after_death=AfterDeath.LIVE,
 )
 HTTP_SECONDS = declare(
     "http_request_duration_seconds",
     _HISTOGRAM,
     unit=Unit.SECONDS,
     help="Headers read to last byte handed to the socket (or to the client's leaving)",
+    buckets=HTTP_BUCKETS,
+    method=(),
     route=(),
 )
 HTTP_FIRST_BYTE = declare(
@@ -94,11 +99,19 @@ HTTP_FIRST_BYTE = declare(
     help="Headers read to first byte of the body handed to the socket",
     route=(),
 )
+HTTP_REQUEST_BYTES = declare(
+    "http_request_bytes_total",
+    _COUNTER,
+    unit=Unit.BYTES,
+    help="Bytes of bodies that were read, of HTTP requests that have ended",
+    route=(),
+)
 HTTP_RESPONSE_BYTES = declare(
     "http_response_bytes_total",
     _COUNTER,
     unit=Unit.BYTES,
     help="Bytes of bodies handed to the socket, as they go",
+    route=(),
 )
 HTTP_CHUNKS = declare(
     "http_stream_chunks_total",
@@ -124,6 +137,7 @@ FRONTEND_LAG_MAX = declare(
     _GAUGE,
     unit=Unit.SECONDS,
     help="The worst of the last ten seconds; it grows while the loop is blocked",
+    after_death=AfterDeath.LIVE,
 )
 FRONTEND_MEMORY = declare(
     "frontend_resident_memory_bytes",
@@ -131,6 +145,15 @@ FRONTEND_MEMORY = declare(
     unit=Unit.BYTES,
     help="Resident memory of the server's process, the engine core's not included",
     adds_up=True,
+    after_death=AfterDeath.LIVE,
+)
+FRONTEND_VIRTUAL_MEMORY = declare(
+    "frontend_virtual_memory_bytes",
+    _GAUGE,
+    unit=Unit.BYTES,
+    help="Virtual memory of the server's process, the engine core's not included",
+    adds_up=True,
+    after_death=AfterDeath.LIVE,
 )
 FRONTEND_DESCRIPTORS = declare(
     "frontend_open_file_descriptors",
@@ -138,6 +161,22 @@ FRONTEND_DESCRIPTORS = declare(
     unit=Unit.ENTRIES,
     help="File descriptors that the server's process has open, a connection each among them",
     adds_up=True,
+    after_death=AfterDeath.LIVE,
+)
+FRONTEND_MAX_DESCRIPTORS = declare(
+    "frontend_max_file_descriptors",
+    _GAUGE,
+    unit=Unit.ENTRIES,
+    help="File descriptors that the server's process may have open (RLIMIT_NOFILE)",
+    adds_up=True,
+    after_death=AfterDeath.LIVE,
+)
+FRONTEND_START = declare(
+    "frontend_start_time_seconds",
+    _GAUGE,
+    unit=Unit.SECONDS,
+    help="When the server's process began, in seconds since 1970; of several frontends, the first",
+    after_death=AfterDeath.LIVE,
 )
 
 
@@ -151,13 +190,17 @@ SERVER_METRICS = frozenset(
         HTTP_IN_FLIGHT,
         HTTP_SECONDS,
         HTTP_FIRST_BYTE,
+        HTTP_REQUEST_BYTES,
         HTTP_RESPONSE_BYTES,
         HTTP_CHUNKS,
         FRONTEND_CPU,
         FRONTEND_LAG,
         FRONTEND_LAG_MAX,
         FRONTEND_MEMORY,
+        FRONTEND_VIRTUAL_MEMORY,
         FRONTEND_DESCRIPTORS,
+        FRONTEND_MAX_DESCRIPTORS,
+        FRONTEND_START,
     )
 )
 """What an engine without a server does not have."""
@@ -179,8 +222,8 @@ class ServerMetrics:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.labels = dict(labels or {})
-        self.num_response_bytes = 0
-        """Raised by the server as bytes go, without a lock: one thread does."""
+        self.num_response_bytes: defaultdict[str, int] = defaultdict(int)
+        """By route. Raised by the server as bytes go, without a lock: one thread does."""
         self.num_chunks = 0
         """Likewise."""
         self._clock = clock
@@ -193,13 +236,18 @@ class ServerMetrics:
         self._in_flight = families.gauge(HTTP_IN_FLIGHT)
         self._seconds = families.histogram(HTTP_SECONDS)
         self._first_byte = families.histogram(HTTP_FIRST_BYTE)
-        self._bytes = families.counter(HTTP_RESPONSE_BYTES)
+        self._request_bytes = families.counter(HTTP_REQUEST_BYTES)
+        self._response_bytes = families.counter(HTTP_RESPONSE_BYTES)
         self._chunks = families.counter(HTTP_CHUNKS)
         self._cpu = families.counter(FRONTEND_CPU)
         self._lag = families.histogram(FRONTEND_LAG)
         self._lag_max = families.gauge(FRONTEND_LAG_MAX)
         self._memory = families.gauge(FRONTEND_MEMORY)
+        self._virtual_memory = families.gauge(FRONTEND_VIRTUAL_MEMORY)
         self._descriptors = families.gauge(FRONTEND_DESCRIPTORS)
+        self._max_descriptors = families.gauge(FRONTEND_MAX_DESCRIPTORS)
+        self._start = families.gauge(FRONTEND_START)
+        self._start.set(read_start_wall_ns())
         self._num_in_flight = 0
         self._lags: list[tuple[int, int]] = []
         self._next_sample_ns = 0
@@ -218,6 +266,7 @@ class ServerMetrics:
         status: int,
         outcome: str,
         duration_ns: int,
+        num_request_bytes: int = 0,
         first_byte_ns: int | None = None,
         refusal: str | None = None,
         traceparent: str | None = None,
@@ -228,6 +277,7 @@ class ServerMetrics:
             method: as given; one that the route does not have is to be called "other".
             route: the template of its path.
             outcome: one of `OUTCOMES`.
+            num_request_bytes: of its body, as far as it was read.
             first_byte_ns: None where no body was sent.
             refusal: one of `REFUSALS`, None for a request that was served.
             traceparent: the request's trace, which becomes the exemplar of its duration.
@@ -238,9 +288,9 @@ class ServerMetrics:
             self._outcomes.add(1, outcome if outcome in OUTCOMES else "server_error")
             if refusal is not None:
                 self._refused.add(1, refusal)
-            self._seconds.observe(
-                duration_ns, route, exemplar=exemplar_of(duration_ns, traceparent)
-            )
+            exemplar = exemplar_of(duration_ns, traceparent)
+            self._seconds.observe(duration_ns, method, route, exemplar=exemplar)
+            self._request_bytes.add(num_request_bytes, route)
             if first_byte_ns is not None:
                 self._first_byte.observe(first_byte_ns, route)
 
@@ -262,13 +312,15 @@ class ServerMetrics:
     def _take_levels(self) -> None:
         now_ns = self._clock()
         self._in_flight.set(self._num_in_flight)
-        self._bytes.raise_to(self.num_response_bytes)
+        for route, num_bytes in list(self.num_response_bytes.items()):
+            self._response_bytes.raise_to(num_bytes, route)
         self._chunks.raise_to(self.num_chunks)
         self._cpu.raise_to(time.process_time_ns())
         overdue_ns = now_ns - self._next_sample_ns if self._next_sample_ns else 0
         recent = [lag for at_ns, lag in self._lags if at_ns > now_ns - _LAG_WINDOW_NS]
         self._lag_max.set(max(0, overdue_ns, *recent))
-        with contextlib.suppress(OSError):  # Linux's; elsewhere both stay 0
-            with open("/proc/self/statm") as file:
-                self._memory.set(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-            self._descriptors.set(len(os.listdir("/proc/self/fd")) - 1)  # but for the listing's own
+        facts = read_process_facts()
+        self._memory.set(facts.resident_bytes)
+        self._virtual_memory.set(facts.virtual_bytes)
+        self._descriptors.set(facts.num_descriptors)
+        self._max_descriptors.set(facts.max_descriptors)

@@ -22,13 +22,15 @@ def setup(
     *,
     role: str,
     rank: int = 0,
+    title: str = "",
     run_dir: str | None = None,
 ) -> Instrument:
     """Build the calling process's instrument: `NULL` where nothing is on.
 
-    Role is one of `names.Role`; `run_dir` is the run's own folder for journals, None for no
-    recording yet. Call it in the process's main loop thread, keep the result for the life of the
-    process and `close()` it at the end.
+    Role is one of `names.Role`, `rank` tells processes of one role apart, and `title` is what the
+    process is called in pictures, if not by its role; `run_dir` is the run's own folder for
+    journals, None for no recording yet. Call it in the process's main loop thread, keep the result
+    for the life of the process and `close()` it at the end.
 
     Raises:
         ValueError: the role is unknown, or the run's folder cannot be written to.
@@ -38,7 +40,11 @@ def setup(
     recorder = None
     if config.flight_recorder_steps:
         recorder = FlightRecorder(
-            config.flight_recorder_steps, role=role, rank=rank, folder=config.flight_dir
+            config.flight_recorder_steps,
+            role=role,
+            rank=rank,
+            title=title,
+            folder=config.flight_dir,
         )
     ranges = choose_nvtx(config.nvtx).ranges
     is_needed = run_dir is not None or recorder is not None or ranges is not None
@@ -48,6 +54,7 @@ def setup(
         JournalSink,
         role=role,
         rank=rank,
+        title=title,
         max_bytes=config.trace_max_bytes,
         ring_s=config.trace_ring_s,
     )

@@ -73,6 +73,7 @@ class JournalSink:
         *,
         role: str,
         rank: int = 0,
+        title: str = "",
         max_bytes: int | None = None,
         ring_s: float | None = None,
     ) -> None:
@@ -81,7 +82,7 @@ class JournalSink:
         self.is_ended = False
         self._max_bytes = max_bytes
         self._segment_ns = None if ring_s is None else round(ring_s * 1e9 / (_NUM_SEGMENTS - 2))
-        self._header = process_header(role, rank)
+        self._header = process_header(role, rank, title)
         self._threads: dict[int, ThreadStarted] = {}
         self._open_requests: dict[int, tuple[int, RequestArrived]] = {}
         self._segments: deque[Path] = deque()

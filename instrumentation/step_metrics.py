@@ -7,7 +7,7 @@ import msgspec
 
 from instrumentation.accumulators import Families
 from instrumentation.labels import step_kind
-from instrumentation.metric_info import MetricKind, Unit, declare
+from instrumentation.metric_info import AfterDeath, MetricKind, Unit, declare
 from instrumentation.names import (
     HEAD_OF_LINE,
     PHASES,
@@ -106,10 +106,18 @@ DEVICE_SECONDS = declare(
     help="Time of steps on the device, where it is measured",
 )
 REQUESTS_RUNNING = declare(
-    "requests_running", _GAUGE, unit=Unit.REQUESTS, help="Requests in the running list"
+    "requests_running",
+    _GAUGE,
+    unit=Unit.REQUESTS,
+    help="Requests in the running list; 0 after the core's death",
+    after_death=AfterDeath.RESET,
 )
 REQUESTS_WAITING = declare(
-    "requests_waiting", _GAUGE, unit=Unit.REQUESTS, help="Requests in the waiting queue"
+    "requests_waiting",
+    _GAUGE,
+    unit=Unit.REQUESTS,
+    help="Requests in the waiting queue; 0 after the core's death",
+    after_death=AfterDeath.RESET,
 )
 REQUESTS_WAITING_BY_REASON = declare(
     "requests_waiting_by_reason",
@@ -117,46 +125,56 @@ REQUESTS_WAITING_BY_REASON = declare(
     unit=Unit.REQUESTS,
     help="Requests in the waiting queue: the one at which admission stopped by what stopped it, "
     "those behind it as head_of_line, those passed over by what they lack (grammar: their "
-    "structured output is being compiled)",
+    "structured output is being compiled); 0 after the core's death",
+    after_death=AfterDeath.RESET,
     reason=(*_STOPS, *_PASSED_OVER, HEAD_OF_LINE),
 )
 REQUESTS_WAITING_PREEMPTED = declare(
     "requests_waiting_preempted",
     _GAUGE,
     unit=Unit.REQUESTS,
-    help="Requests in the waiting queue that were running before",
+    help="Requests in the waiting queue that were running before; 0 after the core's death",
+    after_death=AfterDeath.RESET,
 )
 WAITING_TOKENS = declare(
     "waiting_tokens",
     _GAUGE,
     unit=Unit.TOKENS,
-    help="Tokens that waiting requests have still to compute; the number to scale on",
+    help="Tokens that waiting requests have still to compute; the number to scale on. 0 after the "
+    "core's death",
+    after_death=AfterDeath.RESET,
 )
 WAITING_TOKENS_BY_REASON = declare(
     "waiting_tokens_by_reason",
     _GAUGE,
     unit=Unit.TOKENS,
-    help="The same by reason, as in isinglass_requests_waiting_by_reason",
+    help="The same by reason, as in isinglass_requests_waiting_by_reason; 0 after the core's death",
+    after_death=AfterDeath.RESET,
     reason=(*_STOPS, *_PASSED_OVER, HEAD_OF_LINE),
 )
 OLDEST_WAITING = declare(
     "oldest_waiting_age_seconds",
     _GAUGE,
     unit=Unit.SECONDS,
-    help="How long the request has waited so far that has waited longest; 0 with none",
+    help="How long the request has waited so far that has waited longest; 0 with none, as after "
+    "the core's death",
+    after_death=AfterDeath.RESET,
 )
 OLDEST_RUNNING = declare(
     "oldest_running_age_seconds",
     _GAUGE,
     unit=Unit.SECONDS,
-    help="How long the request has been running that has been so longest; 0 with none",
+    help="How long the request has been running that has been so longest; 0 with none, as after "
+    "the core's death",
+    after_death=AfterDeath.RESET,
 )
 LAST_STEP_AGE = declare(
     "last_step_age_seconds",
     _GAUGE,
     unit=Unit.SECONDS,
     help="Time since the last step ended, as of the scrape; 0 before the first. With requests "
-    "unfinished, a growing age is a stall",
+    "unfinished, a growing age is a stall. It grows on after the core's death",
+    after_death=AfterDeath.LIVE,
 )
 
 

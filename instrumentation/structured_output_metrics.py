@@ -4,7 +4,7 @@ Knows the totals that ride in step records, or alone where no step follows.
 """
 
 from instrumentation.accumulators import Families
-from instrumentation.metric_info import MetricKind, Unit, declare
+from instrumentation.metric_info import AfterDeath, MetricKind, Unit, declare
 from instrumentation.names import GrammarOutcome
 from instrumentation.step_records import GrammarTotals, StepRecord
 
@@ -36,13 +36,15 @@ STRUCTURED_OUTPUT_GRAMMARS = declare(
     "structured_output_cached_grammars",
     _GAUGE,
     unit=Unit.ENTRIES,
-    help="Compiled constraints that are kept for later requests",
+    help="Compiled constraints that are kept for later requests; 0 after the core's death",
+    after_death=AfterDeath.RESET,
 )
 STRUCTURED_OUTPUT_CACHE_BYTES = declare(
     "structured_output_cache_bytes",
     _GAUGE,
     unit=Unit.BYTES,
-    help="Memory that they take",
+    help="Memory that they take; 0 after the core's death",
+    after_death=AfterDeath.RESET,
 )
 STRUCTURED_OUTPUT_ROWS = declare(
     "structured_output_sampled_rows_total",
@@ -74,6 +76,11 @@ class StructuredOutputMetrics:
     def observe_totals(self, totals: GrammarTotals) -> None:
         """Take over what no step tells of."""
         self._totals = totals
+
+    def forget_cache(self) -> None:
+        """Let the levels go, and keep the totals: the process that kept the grammars has died."""
+        if self._totals is not None:
+            self._totals = self._totals._replace(num_cached=0, num_bytes_cached=0)
 
     def take_levels(self) -> None:
         """Take the totals over, for a reader."""

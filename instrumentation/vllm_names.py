@@ -1,21 +1,24 @@
 """The same values under vLLM's names, for dashboards that were made for vLLM.
 
-Knows vLLM 0.32's metric names, labels and units for everything that has a meaning here. Values
-are ours, and so are definitions and bucket bounds: `vllm:request_queue_time_seconds` starts at
-arrival here, in vLLM at the core's queue.
+Knows vLLM 0.32's metric names, labels and units for everything that has a meaning here; those of
+its HTTP server are in `vllm_server_names`. Values are ours, and so are definitions:
+`vllm:request_queue_time_seconds` starts at arrival here, in vLLM at the core's queue. Bounds are
+ours too; latencies have vLLM's among them. A name is there as soon as what it is made of: a server
+whose engine is still starting has none of an engine's, rather than zeros that look idle.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
 from instrumentation import cache_metrics, engine_metrics, request_metrics, step_metrics
-from instrumentation.metric_info import METRICS, MetricInfo
-from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
+from instrumentation.metric_info import MetricInfo
+from instrumentation.metric_merge import regroup
+from instrumentation.metric_types import Counter, Gauge, Metric
 from instrumentation.prometheus import family
+from instrumentation.vllm_server_names import server_families
 
 _BASE_LABELS = ("model_name", "engine")
 
@@ -47,18 +50,6 @@ SAME_VALUES: dict[str, MetricInfo] = {
 }
 """Metrics that differ by name alone."""
 
-DERIVED = (
-    "vllm:num_requests_waiting_by_reason",
-    "vllm:kv_cache_usage_perc",
-    "vllm:cache_config_info",
-    "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:prompt_tokens_by_source_total",
-    "vllm:request_success_total",
-    "vllm:iteration_tokens_total",
-)
-"""Metrics whose labels or units differ too."""
-
 _CACHE_SETTINGS = (
     *("block_size", "gpu_memory_utilization", "kv_cache_memory_bytes"),
     *("num_gpu_blocks_override", "enable_prefix_caching"),
@@ -81,99 +72,155 @@ class _Engine(NamedTuple):
         return total
 
 
+class Derived(NamedTuple):
+    """A metric of vLLM's whose labels or unit are not those of any of ours."""
+
+    sources: tuple[MetricInfo, ...]
+    """What it is made of; without them it is not there."""
+    help: str
+    labels: tuple[str, ...]
+    """Beside those that every series has."""
+    values: Callable[[_Engine], Iterable[tuple[tuple[str, ...], float]]]
+    """Of one engine, by the labels' values."""
+
+
+def _waiting(engine: _Engine) -> Iterable[tuple[tuple[str, ...], float]]:
+    num_deferred = engine.sum(step_metrics.REQUESTS_WAITING_BY_REASON, reason="grammar")
+    yield ("capacity",), engine.sum(step_metrics.REQUESTS_WAITING) - num_deferred
+    yield ("deferred",), num_deferred
+
+
+def _usage(engine: _Engine) -> Iterable[tuple[tuple[str, ...], float]]:
+    num_blocks = engine.sum(cache_metrics.KV_BLOCKS)
+    yield (), engine.sum(cache_metrics.KV_BLOCKS, state="used") / num_blocks if num_blocks else 0
+
+
+def _cache_settings(engine: _Engine) -> Iterable[tuple[tuple[str, ...], float]]:
+    settings = {
+        metric.labels["setting"]: metric.labels["value"]
+        for metric in engine.series[engine_metrics.CONFIG_INFO.name]
+    }
+    capacity = engine.sum(engine_metrics.KV_CACHE_CAPACITY)
+    block_size = settings.get("block_size")
+    num_blocks = str(int(capacity) // int(block_size)) if block_size else ""
+    yield (*(settings.get(name, "") for name in _CACHE_SETTINGS), num_blocks), 1
+
+
+def _first_queries(engine: _Engine) -> Iterable[tuple[tuple[str, ...], float]]:
+    yield (), engine.sum(cache_metrics.PREFIX_QUERY_TOKENS, admission="first")
+
+
+def _first_hits(engine: _Engine) -> Iterable[tuple[tuple[str, ...], float]]:
+    yield (), engine.sum(cache_metrics.PREFIX_HIT_TOKENS, admission="first")
+
+
+def _prompt_sources(engine: _Engine) -> Iterable[tuple[tuple[str, ...], float]]:
+    num_cached = engine.sum(request_metrics.CACHED_PROMPT_TOKENS)
+    yield ("local_compute",), engine.sum(request_metrics.PROMPT_TOKENS) - num_cached
+    yield ("local_cache_hit",), num_cached
+    yield ("external_kv_transfer",), 0
+
+
+def _cache_tiers(engine: _Engine) -> Iterable[tuple[tuple[str, ...], float]]:
+    yield ("device",), engine.sum(cache_metrics.PREFIX_HIT_TOKENS, admission="first")
+    for tier in ("host", "p2p", "disk", "external_unspecified"):
+        yield (tier,), 0
+
+
+def _ended(engine: _Engine) -> Iterable[tuple[tuple[str, ...], float]]:
+    for reason in request_metrics.FINISH_REASONS:
+        yield (reason,), engine.sum(request_metrics.REQUESTS_FINISHED, finish_reason=reason)
+
+
+DERIVED: dict[str, Derived] = {
+    "vllm:num_requests_waiting_by_reason": Derived(
+        (step_metrics.REQUESTS_WAITING, step_metrics.REQUESTS_WAITING_BY_REASON),
+        "Waiting requests: for capacity, or for a grammar (deferred); 0 after the core's death.",
+        ("reason",),
+        _waiting,
+    ),
+    "vllm:kv_cache_usage_perc": Derived(
+        (cache_metrics.KV_BLOCKS,),
+        "Share of KV blocks in use, 0 to 1; 0 after the core's death.",
+        (),
+        _usage,
+    ),
+    "vllm:cache_config_info": Derived(
+        (engine_metrics.CONFIG_INFO, engine_metrics.KV_CACHE_CAPACITY),
+        "Settings of the KV cache, in labels.",
+        (*_CACHE_SETTINGS, "num_gpu_blocks"),
+        _cache_settings,
+    ),
+    "vllm:prefix_cache_queries_total": Derived(
+        (cache_metrics.PREFIX_QUERY_TOKENS,),
+        "Tokens looked up in the prefix cache.",
+        (),
+        _first_queries,
+    ),
+    "vllm:prefix_cache_hits_total": Derived(
+        (cache_metrics.PREFIX_HIT_TOKENS,), "Tokens found in the prefix cache.", (), _first_hits
+    ),
+    "vllm:prompt_tokens_by_source_total": Derived(
+        (request_metrics.PROMPT_TOKENS, request_metrics.CACHED_PROMPT_TOKENS),
+        "Prompt tokens, by source; none comes by a transfer from elsewhere.",
+        ("source",),
+        _prompt_sources,
+    ),
+    "vllm:prompt_tokens_cached_by_source_total": Derived(
+        (cache_metrics.PREFIX_HIT_TOKENS,),
+        "Tokens found in the prefix cache, by where they lay: all of them on the device.",
+        ("source",),
+        _cache_tiers,
+    ),
+    "vllm:request_success_total": Derived(
+        (request_metrics.REQUESTS_FINISHED,),
+        "Requests ended, by reason; as in vLLM, aborts and errors are among them.",
+        ("finished_reason",),
+        _ended,
+    ),
+}
+"""By name; a name in `_total` is a counter's, any other a gauge's."""
+
+STEP_TOKENS = "vllm:iteration_tokens_total"
+"""A histogram of the tokens of a step, in spite of its name; ours tells kinds of steps apart."""
+
+
 def to_vllm(series: Sequence[Metric]) -> Iterable[Family]:
     """The families of vLLM's names that these series make up."""
     by_name: dict[str, list[Metric]] = {}
     for metric in series:
         by_name.setdefault(metric.name, []).append(metric)
-    families = [
-        family(info, by_name.get(info.name, ()), name=name) for name, info in SAME_VALUES.items()
-    ]
-    return families + _derived([_Engine(*one) for one in _by_engine(series)])
+    for name, info in SAME_VALUES.items():
+        if info.name in by_name:
+            yield family(info, by_name[info.name], name=name)
+    engines = _by_engine(series)
+    for name, derived in DERIVED.items():
+        having = [one for one in engines if all(i.name in one.series for i in derived.sources)]
+        if having:
+            yield _derived(name, derived, having)
+    info = step_metrics.STEP_TOKENS
+    if info.name in by_name:
+        yield family(info, regroup(by_name[info.name], _base_labels), name=STEP_TOKENS)
+    yield from server_families(by_name)
 
 
-def _by_engine(series: Sequence[Metric]) -> list[tuple[dict[str, str], dict[str, list[Metric]]]]:
-    engines: dict[tuple[str, ...], tuple[dict[str, str], dict[str, list[Metric]]]] = {}
+def _by_engine(series: Sequence[Metric]) -> list[_Engine]:
+    engines: dict[tuple[str, ...], _Engine] = {}
     for metric in series:
-        labels = {name: metric.labels.get(name, "") for name in _BASE_LABELS}
-        _, own = engines.setdefault(tuple(labels.values()), (labels, {}))
-        own.setdefault(metric.name, []).append(metric)
+        labels = _base_labels(metric.labels)
+        engine = engines.setdefault(tuple(labels.values()), _Engine(labels, {}))
+        engine.series.setdefault(metric.name, []).append(metric)
     return list(engines.values())
 
 
-def _derived(engines: Sequence[_Engine]) -> list[Family]:
-    base = list(_BASE_LABELS)
-    waiting = GaugeMetricFamily(
-        "vllm:num_requests_waiting_by_reason",
-        "Waiting requests: for capacity, or for a grammar (deferred).",
-        labels=[*base, "reason"],
-    )
-    usage = GaugeMetricFamily(
-        "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=base
-    )
-    config = GaugeMetricFamily(
-        "vllm:cache_config_info",
-        "Settings of the KV cache, in labels.",
-        labels=[*base, *_CACHE_SETTINGS, "num_gpu_blocks"],
-    )
-    queries = CounterMetricFamily(
-        "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", labels=base
-    )
-    hits = CounterMetricFamily(
-        "vllm:prefix_cache_hits", "Tokens found in the prefix cache.", labels=base
-    )
-    sources = CounterMetricFamily(
-        "vllm:prompt_tokens_by_source", "Prompt tokens, by source.", labels=[*base, "source"]
-    )
-    success = CounterMetricFamily(
-        "vllm:request_success",
-        "Requests ended, by reason; as in vLLM, aborts and errors are among them.",
-        labels=[*base, "finished_reason"],
-    )
-    step_tokens = []
+def _base_labels(labels: dict[str, str]) -> dict[str, str]:
+    return {name: labels.get(name, "") for name in _BASE_LABELS}
+
+
+def _derived(name: str, derived: Derived, engines: Sequence[_Engine]) -> Family:
+    kind: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    result = kind(name, derived.help, labels=[*_BASE_LABELS, *derived.labels])
     for engine in engines:
-        own = list(engine.labels.values())
-        num_waiting = engine.sum(step_metrics.REQUESTS_WAITING)
-        num_deferred = engine.sum(step_metrics.REQUESTS_WAITING_BY_REASON, reason="grammar")
-        waiting.add_metric([*own, "capacity"], num_waiting - num_deferred)
-        waiting.add_metric([*own, "deferred"], num_deferred)
-        num_used = engine.sum(cache_metrics.KV_BLOCKS, state="used")
-        num_blocks = engine.sum(cache_metrics.KV_BLOCKS)
-        usage.add_metric(own, num_used / num_blocks if num_blocks else 0)
-        config.add_metric([*own, *_cache_settings(engine)], 1)
-        queries.add_metric(own, engine.sum(cache_metrics.PREFIX_QUERY_TOKENS, admission="first"))
-        hits.add_metric(own, engine.sum(cache_metrics.PREFIX_HIT_TOKENS, admission="first"))
-        num_cached = engine.sum(request_metrics.CACHED_PROMPT_TOKENS)
-        num_prompt = engine.sum(request_metrics.PROMPT_TOKENS)
-        sources.add_metric([*own, "local_compute"], num_prompt - num_cached)
-        sources.add_metric([*own, "local_cache_hit"], num_cached)
-        for reason in request_metrics.FINISH_REASONS:
-            ended = engine.sum(request_metrics.REQUESTS_FINISHED, finish_reason=reason)
-            success.add_metric([*own, reason], ended)
-        step_tokens.append(_merged(engine.series[step_metrics.STEP_TOKENS.name], engine.labels))
-    iterations = family(
-        METRICS[step_metrics.STEP_TOKENS.name], step_tokens, name="vllm:iteration_tokens_total"
-    )
-    return [waiting, usage, config, queries, hits, sources, success, iterations]
-
-
-def _cache_settings(engine: _Engine) -> list[str]:
-    settings = {
-        metric.labels["setting"]: metric.labels["value"]
-        for metric in engine.series.get(engine_metrics.CONFIG_INFO.name, ())
-    }
-    values = [settings.get(name, "") for name in _CACHE_SETTINGS]
-    capacity = engine.sum(engine_metrics.KV_CACHE_CAPACITY)
-    block_size = settings.get("block_size")
-    num_blocks = str(int(capacity) // int(block_size)) if block_size else ""
-    return [*values, num_blocks]
-
-
-def _merged(series: Sequence[Metric], labels: dict[str, str]) -> Histogram:
-    """Histograms of several label values as one."""
-    first, *rest = (metric for metric in series if isinstance(metric, Histogram))
-    buckets, count, total = dict(first.buckets), first.count, first.sum
-    for histogram in rest:
-        count, total = count + histogram.count, total + histogram.sum
-        buckets = {bound: buckets[bound] + number for bound, number in histogram.buckets.items()}
-    return replace(first, labels=labels, count=count, sum=total, buckets=buckets, exemplars={})
+        for values, value in derived.values(engine):
+            result.add_metric([*engine.labels.values(), *values], value)
+    return result

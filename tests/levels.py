@@ -29,6 +29,7 @@ TESTS: Final = (
     "tests/integration/test_levels.py",
     "tests/integration/test_parity.py",
     "tests/integration/test_bf16.py",
+    "tests/property/test_attention_batches.py",
     "tests/unit/test_attention.py",
     "tests/unit/test_layers.py",
     "tests/unit/test_models.py",

@@ -152,7 +152,7 @@ def _step_table(record: FlightRecord, num_last: int, max_width: int) -> Table:
             f"{step.num_running:,}",
             f"{step.num_waiting:,}",
             f"{step.num_blocks_used:,}",
-            budgets[step.step].slowest,
+            budgets[step.step].slowest if budgets[step.step].duration_ns else "-",
             style="yellow" if step.step == reason else None,
         )
     return table
@@ -194,15 +194,26 @@ def _hint(record: FlightRecord) -> Text:
     budgets = record.budgets()
     reason = record.dump.step if record.dump is not None else -1
     budget = budgets.get(reason) or max(budgets.values(), key=lambda one: one.duration_ns)
-    parts = sorted(budget.phases_ns.items(), key=lambda item: -item[1])[:4]
-    text = ", ".join(f"{phase.label} {time_ns / 1e6:,.3f} ms" for phase, time_ns in parts)
+    step = next(step for step in record.steps if step.step == budget.step)
     which = "the reason" if budget.step == reason else "the longest"
+    duration_ns = step.end_ns - step.begin_ns
+    text = f"step {budget.step} ({which}) took {_ms(duration_ns)} from scheduling to its end"
+    if not budget.duration_ns:
+        return Text(f"{text}, all of it beside the steps before it", style="yellow")
+    # Steps overlap: what has gone by until the step before was done is on that one's account.
+    is_alone = budget.duration_ns == duration_ns
+    of_it = ", most of it" if is_alone else f"; {_ms(budget.duration_ns)} is its own, most of it"
+    parts = sorted(budget.phases_ns.items(), key=lambda item: -item[1])[:4]
+    phases = ", ".join(f"{phase.label} {_ms(time_ns)}" for phase, time_ns in parts)
     return Text(
-        f"step {budget.step} ({which}) took {budget.duration_ns / 1e6:,.3f} ms from scheduling to "
-        f"its end, most of it in {budget.slowest}: {text or 'no phase is on record'}; unexplained "
-        f"{budget.unexplained_ns / 1e6:,.3f} ms",
+        f"{text}{of_it} in {budget.slowest}: {phases or 'no phase is on record'}; unexplained "
+        f"{_ms(budget.unexplained_ns)}",
         style="yellow",
     )
+
+
+def _ms(duration_ns: int) -> str:
+    return f"{duration_ns / 1e6:,.3f} ms"
 
 
 def _event_table(record: FlightRecord) -> Table:

@@ -61,7 +61,7 @@ def write_perfetto(
     files = [file for folder in dict.fromkeys(folders) for file in find_profiles(folder)]
     profiles = [read_profile(file) for file in files]
     flows = Flows(run, _writer_key(run.processes))
-    owner = _owner_of_requests(run)
+    owners = _owners_of_requests(run, flows.timelines)
     # A reader never finds half a file under the final name.
     unfinished = path.with_name(path.name + ".part")
     with unfinished.open("wb") as stream:
@@ -72,7 +72,8 @@ def write_perfetto(
                 anchors = [anchor for process in run.processes for anchor in process.anchors]
                 drawing.writer.clock_snapshot(anchors[0] if anchors else read_clock_anchor())
                 is_first = False
-            drawing.draw(flows, requests=flows.timelines if owner in processes else [])
+            paths = {process.path for process in processes}
+            drawing.draw(flows, requests=[one for one, owner in owners if owner in paths])
             drawing.writer.flush()
             draw_profiles(
                 stream,
@@ -121,9 +122,18 @@ def _writer_key(processes: list[ProcessRecords]) -> str:
     return f"{header.host} {header.pid} {header.role} {header.rank} {header.started_ns}"
 
 
-def _owner_of_requests(run: Run) -> ProcessRecords:
-    """The process under which requests are drawn: the caller, else the core."""
-    return min(run.processes, key=_process_rank)
+def _owners_of_requests(
+    run: Run, timelines: list[RequestTimeline]
+) -> list[tuple[RequestTimeline, Path]]:
+    """The journal of the process under which each request is drawn: of the frontend that had it;
+    where none tells of its end, of the first caller, else of the core."""
+    first = min(run.processes, key=_process_rank).path
+    tellers = {
+        timeline.request_num: process.path
+        for process in run.processes
+        for timeline in process.of_type(RequestTimeline)
+    }
+    return [(timeline, tellers.get(timeline.request_num, first)) for timeline in timelines]
 
 
 class _ProcessDrawing:
@@ -240,8 +250,11 @@ class _ProcessDrawing:
 
 
 def _process_name(process: ProcessRecords) -> str:
-    name = _PROCESS_NAMES.get(Role(process.header.role), process.header.role)
-    return f"{name} {process.header.rank}" if process.header.role == Role.WORKER else name
+    header = process.header
+    if header.title:
+        return header.title
+    name = _PROCESS_NAMES.get(Role(header.role), header.role)
+    return f"{name} {header.rank}" if header.role == Role.WORKER else name
 
 
 def _lay_out(steps: list[Slice], phases: list[Slice]) -> tuple[list[Lane], list[Lane]]:

@@ -5,6 +5,7 @@ Knows tasks, threads and the host that they open and close. Knows no request.
 
 import asyncio
 import functools
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -20,9 +21,10 @@ from engine.errors import EngineDeadError, EventLoopError, IsinglassError
 from engine.frontend.llm_engine import LLMEngine
 from engine.transport.async_mp_client import AsyncMPClient
 from engine.transport.client import EngineCoreClient
-from engine.transport.interrupts import children_outlive_stop_signals
+from engine.transport.interrupts import children_outlive_sigterm
 from engine.types.attachment import CoreAttachment
-from instrumentation import Metric
+from instrumentation import Metric, SinkName
+from instrumentation.engine_metrics import Exporter
 
 
 class AsyncEngine(AsyncViews):
@@ -55,6 +57,8 @@ class AsyncEngine(AsyncViews):
             )
         self.metric_sources: list[Callable[[], list[Metric]]] = []
         """What snapshots hold besides the engine's own metrics, such as a server's."""
+        self.metric_exporters: list[tuple[SinkName, Exporter]] = []
+        """Whose errors and drops the engine's metrics count, such as a server's scrapes."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -64,6 +68,7 @@ class AsyncEngine(AsyncViews):
         self._unready_client: AsyncMPClient | None = None
         self._is_killed = False
         self._text_threads = TextThreads()
+        self._finalizer: weakref.finalize | None = None
 
     async def start(self) -> None:
         """Bring the engine up, once; later calls wait for the first.
@@ -113,6 +118,8 @@ class AsyncEngine(AsyncViews):
         if self._loop is not None and not self._loop.is_closed():
             self._check_loop()
         self._is_shut_down = True
+        if self._finalizer is not None:
+            self._finalizer.detach()
         if self._loop is None:  # nothing has been started
             return
         if self._stopping is None or self._stopping.cancelled():
@@ -169,6 +176,7 @@ class AsyncEngine(AsyncViews):
             attachment=attachment,
             labelled_name=self.labelled_name,
             metric_sources=self.metric_sources,
+            metric_exporters=self.metric_exporters,
         )
         # Off the loop, which meanwhile serves whoever asks how far the start is.
         start = functools.partial(self._host.start, functools.partial(self._make_client, make))
@@ -179,6 +187,15 @@ class AsyncEngine(AsyncViews):
             raise
         self._begin_views(self._host)
         self._handler = OutputHandler(self.llm_engine)
+        if not self._is_shut_down:
+            self._finalizer = weakref.finalize(
+                self,
+                _close_dropped,
+                asyncio.get_running_loop(),
+                self._text_threads,
+                self._host,
+                self._handler,
+            )
 
     async def _stop(self) -> None:
         if self._starting is not None and self._loop is asyncio.get_running_loop():
@@ -187,21 +204,11 @@ class AsyncEngine(AsyncViews):
         if self._host is not None:
             await _close(self._host, self._handler)
 
-    def __del__(self) -> None:
-        # On the loop, which knows the engine; without one, the process's own finaliser has to do.
-        handler, host = getattr(self, "_handler", None), getattr(self, "_host", None)
-        if handler is None or host is None or self._is_shut_down:
-            return
-        self._text_threads.close()
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(lambda: loop.create_task(_close(host, handler)))
-
     def _make_client(
         self, make: Callable[..., EngineCoreClient], *args: Any, **kwargs: Any
     ) -> EngineCoreClient:
         """Make the client, and remember it before its core is up, so that `kill` can end it."""
-        with children_outlive_stop_signals():
+        with children_outlive_sigterm():
             client = make(*args, **kwargs)
         assert isinstance(client, AsyncMPClient)
         self._unready_client = client
@@ -222,6 +229,17 @@ class AsyncEngine(AsyncViews):
                 "another thread, use asyncio.run_coroutine_threadsafe with its loop. Once its loop "
                 "is closed, shutdown() may be awaited on any."
             )
+
+
+def _close_dropped(
+    loop: asyncio.AbstractEventLoop, texts: TextThreads, host: EngineHost, handler: OutputHandler
+) -> None:
+    """On the loop, which knows the engine; without one, the process's own finaliser has to do."""
+    if host.is_foreign:
+        return
+    texts.close()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(lambda: loop.create_task(_close(host, handler)))
 
 
 async def _close(host: EngineHost, handler: OutputHandler | None) -> None:

@@ -19,6 +19,7 @@ _SITE_FOLDER = Path(registry.__file__).parent / "site"
 _KILL_SWITCH = "ISINGLASS_HOOKS_DISABLED"
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells have it
 _ASK_TIMEOUT_S = 60.0
+_FILE_WIDTH = 10_000
 
 _RUN_DESCRIPTION = """\
 Run a program with hooks in it and in every Python that it starts.
@@ -53,19 +54,31 @@ def add_command(commands: Any) -> None:
 def list_hooks(arguments: argparse.Namespace) -> int:
     """Print each hook: name, targets, source, help."""
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
+    rows = [
+        (hook.name, ", ".join(map(_when, hook.targets)), hook.source, hook.help)
+        for _, hook in sorted(registry.all_hooks().items())
+    ]
     table = Table(box=None, pad_edge=False)
-    for heading in ("name", "applied at", "source", "what it does"):
-        table.add_column(heading, overflow="fold")
-    for _, hook in sorted(registry.all_hooks().items()):
-        targets = [
-            "start" if target == registry.AT_START else f"import {target}"
-            for target in hook.targets
-        ]
-        table.add_row(hook.name, ", ".join(targets), hook.source, hook.help)
-    Console(markup=False).print(table)
+    for column, heading in enumerate(("name", "applied at", "source", "what it does")):
+        words = [word for row in rows for word in row[column].split()]
+        is_names = column < 2  # to be copied, so they stay whole
+        min_width = max(map(len, words)) if is_names else None
+        table.add_column(heading, overflow="fold", min_width=min_width)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:  # a file or a pipe has room: one line a hook
+        width = Measurement.get(console, console.options.update(max_width=_FILE_WIDTH), table)
+        console.width = max(console.width, width.maximum)
+    console.print(table)
     return 0
+
+
+def _when(target: str) -> str:
+    return "start" if target == registry.AT_START else f"import {target}"
 
 
 def run_with_hooks(arguments: argparse.Namespace) -> int:

@@ -3,8 +3,9 @@
 Knows in which order things open and close. Knows no request and no event loop.
 """
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.api.metrics_endpoint import serve_metrics
@@ -15,8 +16,9 @@ from engine.frontend.observer import make_observer, tracer_opener
 from engine.log import get_logger
 from engine.transport.client import EngineCoreClient
 from engine.types.attachment import CoreAttachment
-from instrumentation import Metric, Role
+from instrumentation import Metric, Role, SinkName
 from instrumentation.audit import audit, without_effect
+from instrumentation.engine_metrics import Exporter
 from instrumentation.setup import setup
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class EngineHost:
         labelled_name: the model's name in metrics; its own if None.
         metric_sources: what snapshots hold besides the engine's own metrics; the caller may add to
             it. A server's, where it is not None.
+        metric_exporters: whose errors and drops the metrics count besides.
 
     Raises:
         ConfigError: `trace_dir` cannot be used.
@@ -54,18 +57,26 @@ class EngineHost:
         attachment: CoreAttachment | None = None,
         labelled_name: str | None = None,
         metric_sources: list[Callable[[], list[Metric]]] | None = None,
+        metric_exporters: Sequence[tuple[SinkName, Exporter]] = (),
     ) -> None:
         wanted = config.observability
         self._config = config
         self._attachment = attachment
         self._has_server = bool(metric_sources)
+        self._owner_pid = os.getpid()
         self._lock = threading.RLock()
         self.metrics_server: MetricsServer | None = None
         if attachment is not None:
             self.run_dir = attachment.run_dir
         else:
             self.run_dir = None if wanted.trace_dir is None else make_run_dir(wanted.trace_dir)
-        self._obs = setup(wanted, role=Role.CALLER, run_dir=self.run_dir)
+        self._obs = setup(
+            wanted,
+            role=Role.CALLER,
+            rank=0 if attachment is None else attachment.client_index,
+            title=_title(attachment, has_server=self._has_server),
+            run_dir=self.run_dir,
+        )
         try:
             self.observer = make_observer(
                 wanted,
@@ -76,8 +87,11 @@ class EngineHost:
         except BaseException:
             self._obs.close()
             raise
-        if self.observer is not None and metric_sources is not None:
-            self.observer.metrics.sources = metric_sources
+        if self.observer is not None:
+            if metric_sources is not None:
+                self.observer.metrics.sources = metric_sources
+            for sink, exporter in metric_exporters:
+                self.observer.metrics.engine.watch(sink, exporter)
 
     def start(
         self, make_client: Callable[..., EngineCoreClient] = EngineCoreClient.make_client
@@ -108,8 +122,15 @@ class EngineHost:
             logger.warning("%s is without effect: %s", line.option, line.detail)
         return self.llm_engine
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether we are in a fork of the process that the engine belongs to."""
+        return os.getpid() != self._owner_pid
+
     def shutdown(self) -> None:
-        """Close all; waits for a start under way. Harmless when called twice."""
+        """Close all; waits for a start under way. Harmless when called twice, or in a fork."""
+        if self.is_foreign:  # all is the parent's, and another thread of it may have the lock
+            return
         with self._lock:
             try:
                 if hasattr(self, "llm_engine"):  # else it has failed, and is closed
@@ -121,3 +142,10 @@ class EngineHost:
         server, self.metrics_server = self.metrics_server, None
         if server is not None:
             server.close()
+
+
+def _title(attachment: CoreAttachment | None, *, has_server: bool) -> str:
+    """What this process is called in pictures; empty: the caller."""
+    if attachment is None:
+        return "ApiServer" if has_server else ""
+    return attachment.title + (f" (life {attachment.life + 1})" if attachment.life else "")

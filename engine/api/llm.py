@@ -6,6 +6,7 @@ with LLM() as llm:
 
 import os
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -67,6 +68,7 @@ class LLM(EngineViews):
     def __init__(self, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         self._next_id = 0
         self._host = EngineHost(EngineConfig.from_kwargs(model=model, **kwargs))
+        self._finalizer = weakref.finalize(self, self._host.shutdown)
         self._host.start()
         self.begin(self._host, between_steps=BetweenSteps())
 
@@ -188,7 +190,8 @@ class LLM(EngineViews):
 
     def shutdown(self) -> None:
         """Stop the engine core and leave nothing behind; harmless when called twice."""
-        self._host.shutdown()
+        self._host.shutdown()  # interrupted, the finaliser still has its turn
+        self._finalizer.detach()
 
     def __enter__(self) -> "LLM":
         return self
@@ -200,10 +203,6 @@ class LLM(EngineViews):
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_host"):  # missing when a setting was wrong
-            self.shutdown()
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ def serve_metrics(
     collector = SnapshotCollector(
         [metrics.snapshot],
         translations=[to_vllm] if wanted.metrics_compat == "vllm" else [],
-        count_error=lambda: metrics.engine.count_error(SinkName.PROMETHEUS),
     )
+    metrics.engine.watch(SinkName.PROMETHEUS, collector)
     try:
         server = MetricsServer(collector, host=wanted.metrics_host, port=wanted.metrics_port)
     except (OSError, ValueError) as error:  # a name that is none

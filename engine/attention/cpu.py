@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionShape, BatchLayout
+from engine.attention.row_order import RowOrder
 
 # Rows of a decode group may be padded to this multiple of their true tokens, plus a little.
 MAX_PADDING_RATIO = 1.3
@@ -69,9 +70,8 @@ class Chunk(NamedTuple):
 class WindowPlan:
     """The calls of one step for layers of one window."""
 
-    decode_rows: torch.Tensor | None
-    """Rows of the flat batch in the groups' order, int64; None: the batch is all decode rows, in
-    that order already."""
+    decode_rows: RowOrder
+    """Rows of one token, in the groups' order: a group's `start` and `end` count in it."""
     decode_groups: list[DecodeGroup]
     chunks: list[Chunk]
 
@@ -127,13 +127,9 @@ class CPUAttentionBackend(AttentionBackend):
         output = qkv.new_empty(qkv.shape[0], query_size)
         if plan.decode_groups:
             rows = plan.decode_rows
-            query = qkv[:, :query_size]
-            if rows is None:
-                self._decode(query, kv_cache, plan, shape, output)
-            else:
-                part = query.new_empty(len(rows), query_size)
-                self._decode(query.index_select(0, rows), kv_cache, plan, shape, part)
-                output.index_copy_(0, rows, part)
+            results = rows.results_for(output)
+            self._decode(rows.take(qkv[:, :query_size]), kv_cache, plan, shape, results)
+            rows.put_back(results, output)
         for chunk in plan.chunks:
             output[chunk.start : chunk.end] = self._attend_chunk(qkv, kv_cache, chunk, shape)
         return output
@@ -202,44 +198,43 @@ def make_plan(layout: BatchLayout, window: int | None) -> WindowPlan:
     """Sort a step's requests into decode groups and chunks for layers of one window."""
     query_lens = np.diff(layout.query_start_loc)
     decode = np.flatnonzero(query_lens == 1)
-    # Groups are runs of the sorted order; sorting is skipped where one group holds all anyway.
     lengths = _visible(layout.seq_lens[decode], window)
-    limits = _group_limits(lengths)
-    if len(limits) > 1:
+    limits = [len(decode)] if len(decode) else []
+    if not _fits_one_group(int(lengths.max(initial=0)), int(lengths.sum()), len(lengths)):
+        # Groups are runs of neighbours: rows of similar length must be neighbours.
         order = np.argsort(-lengths, kind="stable")
-        decode, lengths = decode[order], lengths[order]
-        limits = _group_limits(lengths)
+        decode = decode[order]
+        limits = _group_limits(lengths[order])
     groups, start = [], 0
     for end in limits:
         groups.append(_decode_group(layout, decode[start:end], window, start))
         start = end
-    rows = layout.query_start_loc[decode]
-    in_order = len(decode) == layout.num_reqs and len(limits) == 1
+    rows = RowOrder(layout.query_start_loc[decode], int(layout.query_start_loc[-1]))
     chunks = [_chunk(layout, int(request), window) for request in np.flatnonzero(query_lens > 1)]
-    return WindowPlan(None if in_order else _tensor(rows), groups, chunks)
+    return WindowPlan(rows, groups, chunks)
 
 
 def _visible(seq_lens: np.ndarray, window: int | None) -> np.ndarray:
     return seq_lens if window is None else np.minimum(seq_lens, window)
 
 
+def _fits_one_group(longest: int, num_tokens: int, num_rows: int) -> bool:
+    """Whether padding rows of `num_tokens` in all to the longest of them wastes little."""
+    padded = longest * num_rows
+    most = MAX_PADDING_RATIO * num_tokens + FREE_PADDING_TOKENS * num_rows
+    return num_rows <= 1 or padded <= min(most, MAX_GROUP_TOKENS)
+
+
 def _group_limits(lengths: np.ndarray) -> list[int]:
-    """Ends of runs in which padding to the longest row wastes little."""
+    """Ends of groups of neighbours among one row or more, each group as long as it may be."""
     limits: list[int] = []
-    if len(lengths) == 0:
-        return limits
     start, longest, total = 0, 0, 0
     for index, length in enumerate(lengths.tolist()):
-        longest_now, total_now = max(longest, length), total + length
-        padded = longest_now * (index - start + 1)
-        free = FREE_PADDING_TOKENS * (index - start + 1)
-        too_long = padded > MAX_GROUP_TOKENS or padded > MAX_PADDING_RATIO * total_now + free
-        if too_long and index > start:
+        longest, total = max(longest, length), total + length
+        if not _fits_one_group(longest, total, index - start + 1):
             limits.append(index)
-            start, longest_now, total_now = index, length, length
-        longest, total = longest_now, total_now
-    limits.append(len(lengths))
-    return limits
+            start, longest, total = index, length, length
+    return [*limits, len(lengths)]
 
 
 def _decode_group(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint import families
 from engine.checkpoint.gguf import GGUFFile
 from engine.checkpoint.locate import ModelSource
 from engine.checkpoint.value_kinds import (
@@ -33,9 +34,14 @@ GENERATION_DEFAULT_KEYS = (
 
 # Rope types whose factor is already part of max_position_embeddings.
 _ROPE_TYPES_WITHOUT_EXTENSION = ("default", "llama3", "proportional", "mrope")
-# Only our own modules rotate every position by a rule of its own; Transformers would let the
-# longest request of a batch change the angles of all others.
-_MODEL_TYPES_WITH_DYNAMIC_ROPE = ("llama", "mistral", "qwen2", "qwen3")
+_LAYER_KEYS = (
+    *("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    *("decoder_layers", "num_decoder_layers"),
+)
+_HEAD_KEYS = (
+    *("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    *("attention_heads", "decoder_attention_heads", "num_decoder_attention_heads"),
+)
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -121,34 +127,33 @@ def _from_transformers(
     architectures = raw.get("architectures") or []
     if not architectures:
         raise CheckpointError(f"{folder / 'config.json'} names no class under 'architectures'")
-    model_type = raw.get("model_type") or ""
-    layer_keys = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    num_layers = _required(raw, folder, *layer_keys, most=MAX_LAYERS)
-    num_heads = _required(raw, folder, "num_attention_heads", "n_head", "num_heads", "n_heads")
-    hidden_size = _required(raw, folder, "hidden_size", "n_embd", "d_model")
+    family = families.family_of(raw)
+    attention_bias, attention_output_bias = families.attention_biases(raw, family)
+    num_layers = _num_layers(raw, folder)
+    num_heads = _required(raw, folder, *_HEAD_KEYS)
+    hidden_size = _required(raw, folder, "hidden_size", "n_embd", "d_model", "emb_dim")
     intermediate = _first(raw, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     rope_theta, rope_scaling = _rope(raw, folder)
     return ModelConfig(
         architecture=architectures[0],
-        model_type=model_type,
+        model_type=raw.get("model_type") or "",
         vocab_size=_required(raw, folder, "vocab_size"),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(raw, num_heads),
-        head_dim=_head_dim(raw, model_type, hidden_size, num_heads),
+        head_dim=families.head_dim(raw, family, hidden_size, num_heads),
         intermediate_size=_one_size(intermediate) or 4 * hidden_size,
-        max_position_embeddings=_context_limit(raw, model_type, rope_scaling),
+        max_position_embeddings=_context_limit(raw, family, rope_scaling),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=float(_first(raw, "rms_norm_eps") or 1e-6),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
-        # Llama's and Qwen3's attention_bias covers the output projection, Qwen2 never has one.
-        attention_output_bias=model_type != "qwen2" and bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=model_type == "qwen3",
-        layer_windows=_layer_windows(raw, model_type, num_layers, folder),
+        attention_bias=attention_bias,
+        attention_output_bias=attention_output_bias,
+        mlp_bias=families.has_mlp_bias(raw, family),
+        qk_norm=family == "qwen3",
+        layer_windows=families.layer_windows(raw, family, num_layers, folder),
         hidden_act=_first(raw, "hidden_act", "hidden_activation", "activation_function") or "silu",
         dtype=_dtype(raw, folder),
         bos_token_id=_bos_token_id(raw, generation),
@@ -176,6 +181,13 @@ def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
         )
 
 
+def _num_layers(raw: dict[str, Any], folder: Path) -> int:
+    kinds = raw.get("layers_block_type")  # where each layer's kind is listed and nothing counted
+    if _first(raw, *_LAYER_KEYS) is None and isinstance(kinds, list) and kinds:
+        return len(kinds)
+    return _required(raw, folder, *_LAYER_KEYS, most=MAX_LAYERS)
+
+
 def _one_size(value: int | list[int] | None) -> int | None:
     """The largest, where each layer has its own: only Transformers runs those."""
     return max(value, default=None) if isinstance(value, list) else value
@@ -195,6 +207,12 @@ def _required(raw: dict[str, Any], folder: Path, *keys: str, most: int = MAX_DIM
             raise UnsupportedModelError(
                 f"{folder}: models with a text_config (multi-modal ones) are not supported."
             )
+        if value is None and keys == _HEAD_KEYS and families.family_of(raw) is None:
+            raise UnsupportedModelError(
+                f"{folder}: {raw['architectures'][0]} is not supported. Its config.json names no "
+                "attention heads, like those of state-space and recurrent models without "
+                "attention layers."
+            )
         raise CheckpointError(
             f"{folder / 'config.json'}: {' or '.join(keys)} must be a positive integer, at most "
             f"{most}, got {value!r}"
@@ -206,13 +224,6 @@ def _num_kv_heads(raw: dict[str, Any], num_heads: int) -> int:
     if raw.get("multi_query") and not raw.get("new_decoder_architecture"):
         return 1  # Falcon's and GPTBigCode's older spelling
     return int(_first(raw, "num_key_value_heads", "num_kv_heads", "n_head_kv") or num_heads)
-
-
-def _head_dim(raw: dict[str, Any], model_type: str, hidden_size: int, num_heads: int) -> int:
-    head_dim = raw.get("head_dim")
-    if head_dim is None and model_type == "qwen3":
-        return 128  # Qwen3Config's default does not follow hidden_size
-    return int(head_dim or hidden_size // num_heads)
 
 
 def _rope(raw: dict[str, Any], folder: Path) -> tuple[float, dict[str, Any] | None]:
@@ -239,7 +250,7 @@ def _rope(raw: dict[str, Any], folder: Path) -> tuple[float, dict[str, Any] | No
     return theta, scaling
 
 
-def _context_limit(raw: dict[str, Any], model_type: str, scaling: dict[str, Any] | None) -> int:
+def _context_limit(raw: dict[str, Any], family: str | None, scaling: dict[str, Any] | None) -> int:
     keys = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
     limit = _first(raw, *keys)
     if limit is None:
@@ -253,33 +264,13 @@ def _context_limit(raw: dict[str, Any], model_type: str, scaling: dict[str, Any]
         return int(min(limit, scaling["original_max_position_embeddings"]))
     if rope_type in _ROPE_TYPES_WITHOUT_EXTENSION:
         return int(limit)
-    if rope_type == "dynamic" and model_type not in _MODEL_TYPES_WITH_DYNAMIC_ROPE:
+    if rope_type == "dynamic" and family is None:
+        # Only our own modules rotate every position by a rule of its own; Transformers would let
+        # the longest request of a batch change the angles of all others.
         return int(limit)
     if rope_type == "yarn":
         limit = scaling["original_max_position_embeddings"]
     return int(limit * float(scaling.get("factor") or 1.0))
-
-
-def _layer_windows(
-    raw: dict[str, Any], model_type: str, num_layers: int, folder: Path
-) -> tuple[int | None, ...]:
-    # MistralConfig's default, for the few files that leave the key out.
-    default = 4096 if model_type == "mistral" else None
-    window = raw.get("sliding_window", default)
-    # The Qwen family ships a sliding_window that is off unless this key says otherwise.
-    if not raw.get("use_sliding_window", not model_type.startswith("qwen")) or not window:
-        return (None,) * num_layers
-    layer_types = raw.get("layer_types")
-    if layer_types is not None:
-        if len(layer_types) != num_layers:
-            raise CheckpointError(
-                f"{folder / 'config.json'}: layer_types has {len(layer_types)} entries for "
-                f"{num_layers} layers"
-            )
-        return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)
-    # The first max_window_layers layers attend in full, the ones above them in the window.
-    first = raw.get("max_window_layers", 28) if model_type.startswith("qwen") else 0
-    return tuple(int(window) if layer >= first else None for layer in range(num_layers))
 
 
 def _dtype(raw: dict[str, Any], folder: Path) -> str:

@@ -53,7 +53,6 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
     )
     hidden_size = _integer(file, f"{arch}.embedding_length")
     rope_scaling = _rope_scaling(file, arch)
-    window = metadata.get(f"{arch}.attention.sliding_window") or None
     return ModelConfig(
         architecture=GGUF_ARCHITECTURES[arch],
         model_type=arch,
@@ -73,7 +72,9 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         attention_output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        layer_windows=(window,) * num_layers,
+        # Some files of these architectures name a window, which neither llama.cpp nor Transformers
+        # applies to them.
+        layer_windows=(None,) * num_layers,
         hidden_act="silu",
         dtype=_dtype(file),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),

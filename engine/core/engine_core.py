@@ -6,7 +6,7 @@ without it, one. The loop is the same. Knows scheduler and executor; no socket a
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from engine.types.messages import (
     FinishReason,
 )
 from engine.types.plan import ModelRunnerOutput, SchedulerOutput
-from instrumentation import Event, FlightReason, Instrument, StepRecord
+from instrumentation import Event, FlightReason, Instrument, StartupPhase, StepRecord
 
 logger = get_logger(__name__)
 
@@ -61,20 +61,23 @@ class EngineCore:
         executor_class: type[Executor],
         *,
         obs: Instrument,
-        startup_ns: dict[str, int] | None = None,
+        before_ns: Mapping[StartupPhase, tuple[int, int]] | None = None,
     ) -> None:
         self.config = config
         self.obs = obs
-        self._startup = StartupTimes(obs, startup_ns)
+        self._startup = StartupTimes(obs, before_ns)
         parts = bring_up(config, executor_class, obs=obs, times=self._startup)
         self.executor, self.scheduler = parts.executor, parts.scheduler
         self.structured_outputs = parts.structured_outputs
         self._size, self._block_hasher = parts.size, parts.block_hasher
+        self._ready: EngineCoreReadyResponse | None = None
         self._tells_idle = False
         self.listeners: set[int] = {0}
         """Clients that are told of every step."""
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
+        self._at_hand = -1
+        """The step that the loop launches, samples or collects; -1 before it does any."""
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -83,6 +86,7 @@ class EngineCore:
 
         Returns outputs by client index: empty while the pipeline fills.
         """
+        self._at_hand = -1
         ended = self._take_grammars() if self.structured_outputs.has_pending else {}
         is_launched = self._launch()
         if is_launched and len(self._in_flight) < self._depth:
@@ -105,10 +109,13 @@ class EngineCore:
         plan, record = planned
         structured = bool(plan.structured_output_request_ids)
         record.grammars = self.structured_outputs.totals
+        self._at_hand = record.step
+        step = _InFlight(plan, record, None)
+        self._in_flight.append(step)  # before it can fail
         with self.obs.execute:
             self.executor.execute_model(plan)
-            result = None if structured else self.executor.sample_tokens(None)
-            self._in_flight.append(_InFlight(plan, record, result))
+            if not structured:
+                self._in_flight[-1] = step._replace(result=self.executor.sample_tokens(None))
         if structured and len(self._in_flight) == 1:
             self._sample()
         return True
@@ -116,6 +123,7 @@ class EngineCore:
     def _sample(self) -> None:
         """Let the newest step sample, with its grammars knowing all tokens of the steps before."""
         step = self._in_flight[-1]
+        self._at_hand = step.record.step
         requests = self.scheduler.requests
         with self.obs.grammar_bitmask:
             grammar_output = self.structured_outputs.grammar_output(
@@ -147,6 +155,7 @@ class EngineCore:
             return {}
         # It stays in the queue until it is done: one that fails is to be written down.
         plan, record, future = self._in_flight[0]
+        self._at_hand = record.step
         assert future is not None, "only the newest of several steps waits for its grammars"
         with self.obs.wait:
             result = future.result()
@@ -175,7 +184,7 @@ class EngineCore:
         self._in_flight.clear()
         detail = f"{type(error).__name__}: {error}"
         self.obs.event(Event.STEP_FAILED, detail=detail)
-        return self.obs.dump_flight(FlightReason.CRASH, detail)
+        return self.obs.dump_flight(FlightReason.CRASH, detail, step=self._at_hand)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -313,22 +322,29 @@ class EngineCore:
         return self.executor.collective_rpc("profile_status")
 
     def ready_response(self) -> EngineCoreReadyResponse:
-        """What start-up decided."""
-        facts, limits = self.executor.facts, self.scheduler.limits
-        return EngineCoreReadyResponse(
-            version=PROTOCOL_VERSION,
-            num_gpu_blocks=self._size.num_blocks,
-            block_size=self.config.cache.block_size,
-            max_model_len=limits.max_model_len,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            dtype=facts["dtype"],
-            device=facts["device"],
-            attention_backend=facts["attention_backend"],
-            kv_cache_bytes=self._size.num_bytes,
-            startup_ns=self._startup.durations_ns,
-            startup_begin_ns=self._startup.begins_ns,
-            memory_bytes=self.executor.memory_bytes,
-        )
+        """What start-up decided; gathering it, once, is the last phase of start-up.
+
+        That phase ends before the message that tells of it is sent, so all views have it alike.
+        """
+        if self._ready is None:
+            with self._startup.phase(StartupPhase.READY):
+                facts, memory_bytes = self.executor.facts, self.executor.memory_bytes
+            limits = self.scheduler.limits
+            self._ready = EngineCoreReadyResponse(
+                version=PROTOCOL_VERSION,
+                num_gpu_blocks=self._size.num_blocks,
+                block_size=self.config.cache.block_size,
+                max_model_len=limits.max_model_len,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                dtype=facts["dtype"],
+                device=facts["device"],
+                attention_backend=facts["attention_backend"],
+                kv_cache_bytes=self._size.num_bytes,
+                startup_ns=self._startup.durations_ns,
+                startup_begin_ns=self._startup.begins_ns,
+                memory_bytes=memory_bytes,
+            )
+        return self._ready
 
     def shutdown(self) -> None:
         """Stop the workers and write out what was recorded."""

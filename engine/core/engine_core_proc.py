@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
 import zmq
 
 from engine.config import EngineConfig
+from engine.core.flight_signal import dump_at_signal
 from engine.errors import EngineStartError, IsinglassError
 from engine.log import configure, get_logger
 from engine.types.codec import Frame, MessageDecoder, MessageEncoder, leading_item
@@ -37,13 +38,10 @@ from engine.types.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from instrumentation import FlightReason, Instrument, Role, StartupPhase, ThreadName
+from instrumentation import Instrument, Role, StartupPhase, ThreadName
 from instrumentation.setup import setup
 
 logger = get_logger(__name__)
-
-_SIGNAL_INTERVAL_S = 1.0
-"""Least time between two flight records that a signal asks for."""
 
 
 class EngineCoreProc:
@@ -57,14 +55,14 @@ class EngineCoreProc:
         output_sockets: Sequence[zmq.Socket],
         engine_index: int,
         obs: Instrument,
-        startup_ns: dict[str, int],
+        before_ns: Mapping[StartupPhase, tuple[int, int]],
     ) -> None:
         from engine.core.engine_core import EngineCore
         from engine.executor.uniproc import UniprocExecutor
 
         self.engine_index = engine_index
         self.obs = obs
-        self.core = EngineCore(config, UniprocExecutor, obs=obs, startup_ns=startup_ns)
+        self.core = EngineCore(config, UniprocExecutor, obs=obs, before_ns=before_ns)
         if len(input_sockets) > 1:
             self.core.listeners.clear()  # the owner of several frontends listens to none of it
         self._input: queue.SimpleQueue[tuple[MessageType, int, Any]] = queue.SimpleQueue()
@@ -250,26 +248,24 @@ def run_engine_core(
     input_sockets = [_connect(input_context, zmq.DEALER, one, identity) for one, _ in addresses]
     output_sockets = [_connect(output_context, zmq.PUSH, one) for _, one in addresses]
     obs = setup(settings.observability, role=Role.CORE, rank=engine_index, run_dir=run_dir)
-    threading.Thread(target=_dump_at_signal, args=(obs,), name="flight signal", daemon=True).start()
+    dump_at_signal(obs)
     try:
         if protocol_version != PROTOCOL_VERSION:
             raise EngineStartError(f"frontend {protocol_version}, core {PROTOCOL_VERSION}")
-        startup_ns = _timed_import(obs, spawned_ns)
+        imported_ns = _import_libraries()
         proc = EngineCoreProc(
             settings,
             input_sockets=input_sockets,
             output_sockets=output_sockets,
             engine_index=engine_index,
             obs=obs,
-            startup_ns=startup_ns,
+            before_ns={StartupPhase.IMPORT: (spawned_ns, imported_ns)},
         )
     except Exception as error:
         input_sockets[0].send_multipart([MessageType.FAILED.value, _failure(error)])
         _leave(input_context, obs, code=1)
     signal.signal(signal.SIGTERM, lambda *_: proc.stop())
-    built_ns = time.monotonic_ns()
     input_sockets[0].send_multipart([MessageType.READY.value, proc.ready_message()])
-    obs.startup(StartupPhase.READY, built_ns, time.monotonic_ns())
     try:
         proc.run_busy_loop()
     except Exception as error:
@@ -281,14 +277,6 @@ def run_engine_core(
         _leave(output_context, obs, code=1)
     proc.close()
     _leave(output_context, obs, code=0)
-
-
-def _dump_at_signal(obs: Instrument) -> NoReturn:
-    """Write a flight record at each SIGUSR2, which every thread of this process blocks."""
-    while True:
-        signal.sigwait({signal.SIGUSR2})
-        obs.dump_flight(FlightReason.SIGNAL, "asked for")
-        time.sleep(_SIGNAL_INTERVAL_S)  # signals that come meanwhile are one
 
 
 def _readable(sockets: Sequence[zmq.Socket]) -> Iterator[tuple[int, zmq.Socket]]:
@@ -318,14 +306,12 @@ def _connect(
     return socket
 
 
-def _timed_import(obs: Instrument, spawned_ns: int) -> dict[str, int]:
-    """Import what the core needs (torch, mostly), from the moment of the spawn on."""
+def _import_libraries() -> int:
+    """Import what the core needs (torch, mostly); returns the time at which that is done."""
     import engine.core.engine_core
     import engine.executor.uniproc  # noqa: F401
 
-    imported_ns = time.monotonic_ns()
-    obs.startup(StartupPhase.IMPORT, spawned_ns, imported_ns)
-    return {StartupPhase.IMPORT.label: imported_ns - spawned_ns}
+    return time.monotonic_ns()
 
 
 def _failure(error: Exception, *, flight_record: str = "") -> bytes:

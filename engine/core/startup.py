@@ -27,13 +27,17 @@ class StartupTimes:
     """When each phase of start-up began and how long it took, by its label.
 
     Args:
-        durations_ns: phases that were over before this object could time them.
+        before_ns: begin and end of phases that were over before this object could time them.
     """
 
-    def __init__(self, obs: Instrument, durations_ns: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, obs: Instrument, before_ns: Mapping[StartupPhase, tuple[int, int]] | None = None
+    ) -> None:
         self._obs = obs
-        self.durations_ns = dict(durations_ns or {})
+        self.durations_ns: dict[str, int] = {}
         self.begins_ns: dict[str, int] = {}
+        for phase, (began_ns, ended_ns) in (before_ns or {}).items():
+            self._keep(phase, began_ns, ended_ns)
 
     @contextmanager
     def phase(self, phase: StartupPhase) -> Iterator[None]:
@@ -42,11 +46,13 @@ class StartupTimes:
         try:
             yield
         finally:
-            ended_ns = time.monotonic_ns()
-            self.durations_ns[phase.label] = ended_ns - began_ns
-            self.begins_ns[phase.label] = began_ns
-            self._obs.startup(phase, began_ns, ended_ns)
-            logger.debug("%s took %.3f s", phase.label, (ended_ns - began_ns) / 1e9)
+            self._keep(phase, began_ns, time.monotonic_ns())
+
+    def _keep(self, phase: StartupPhase, began_ns: int, ended_ns: int) -> None:
+        self.durations_ns[phase.label] = ended_ns - began_ns
+        self.begins_ns[phase.label] = began_ns
+        self._obs.startup(phase, began_ns, ended_ns)
+        logger.debug("%s took %.3f s", phase.label, (ended_ns - began_ns) / 1e9)
 
 
 class CoreParts(NamedTuple):

@@ -1,8 +1,8 @@
 """Building a tokenizer from the metadata of a GGUF file.
 
-Knows the keys under `tokenizer.` and how llama.cpp names ways of splitting text. Builds byte-level
-BPE only and returns None for the rest, which `engine.frontend.tokenizer_conversion` takes over.
-Does not read files.
+Knows the keys under `tokenizer.`, what they are when they are left out, and how llama.cpp names
+ways of splitting text. Builds byte-level BPE and SentencePiece vocabularies and returns None for
+the rest, which `engine.frontend.tokenizer_conversion` takes over. Does not read files.
 
 A name such as "smollm" stands for the splitting of the model's own tokenizer, as its authors
 published it: the merges were learned on it, and other splits give other tokens for the same text.
@@ -11,7 +11,7 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,8 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers.models import BPE
 
 from engine.errors import TokenizerError
-
-CONTROL, USER_DEFINED = 3, 4
-"""Values of `tokenizer.ggml.token_type`: special tokens, and words added to the vocabulary."""
+from engine.frontend import sentencepiece_vocabulary
+from engine.frontend.sentencepiece_vocabulary import SPACE, PieceType, SentencePieceVocabulary
 
 SPECIAL_TOKEN_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -87,6 +86,34 @@ SPLITTINGS: dict[str, _Splitting] = {
 """`tokenizer.ggml.pre` to splitting."""
 
 
+@dataclass(frozen=True, slots=True)
+class _SentencePiece:
+    """What a file with a SentencePiece vocabulary means where it says nothing."""
+
+    is_unigram: bool
+    special_ids: Mapping[str, int]
+    add_bos: bool = False
+    add_eos: bool = False
+    prefix: bool = False
+    """Whether a text begins with a space of its own."""
+
+
+SENTENCEPIECE: dict[str, _SentencePiece] = {
+    "llama": _SentencePiece(
+        is_unigram=False,
+        special_ids={"bos_token": 1, "eos_token": 2, "unk_token": 0},
+        add_bos=True,
+        prefix=True,
+    ),
+    "t5": _SentencePiece(
+        is_unigram=True,
+        special_ids={"eos_token": 1, "unk_token": 2, "pad_token": 0},
+        add_eos=True,
+    ),
+}
+"""`tokenizer.ggml.model` to the kind of vocabulary."""
+
+
 def build_backend(metadata: dict[str, Any]) -> tokenizers.Tokenizer | None:
     """The tokenizer that the metadata describes; None if it is of a kind not built here.
 
@@ -99,6 +126,11 @@ def build_backend(metadata: dict[str, Any]) -> tokenizers.Tokenizer | None:
             "the GGUF file has no vocabulary (tokenizer.ggml.tokens); give a tokenizer of its own "
             "or prompts as token ids"
         )
+    kind = SENTENCEPIECE.get(metadata.get("tokenizer.ggml.model", ""))
+    if kind is not None:
+        backend = sentencepiece_vocabulary.build_backend(_sentencepiece(metadata, kind))
+        _frame_text(backend, metadata, add_bos=kind.add_bos, add_eos=kind.add_eos)
+        return backend
     splitting = SPLITTINGS.get(metadata.get("tokenizer.ggml.pre", ""))
     merges = metadata.get("tokenizer.ggml.merges")
     if metadata.get("tokenizer.ggml.model") != "gpt2" or splitting is None or merges is None:
@@ -126,8 +158,8 @@ def special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
     """ "bos_token", "eos_token" and so on to the token's text, as far as the file names them."""
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     named = {}
-    for name, key in SPECIAL_TOKEN_KEYS.items():
-        token_id = metadata.get(key)
+    for name in SPECIAL_TOKEN_KEYS:
+        token_id = _special_id(metadata, name)
         if token_id is not None and 0 <= token_id < len(tokens):
             named[name] = tokens[token_id]
     return named
@@ -143,24 +175,99 @@ def chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
     return templates
 
 
+def _sentencepiece(metadata: dict[str, Any], kind: _SentencePiece) -> SentencePieceVocabulary:
+    pieces = list(metadata["tokenizer.ggml.tokens"])
+    scores = _array(metadata, "scores", "numbers")
+    merges = _array(metadata, "merges", "texts")
+    types = _array(metadata, "token_type", "integers")
+    if scores is None and (merges is None or kind.is_unigram):
+        raise TokenizerError(
+            "the GGUF file's vocabulary has no scores (tokenizer.ggml.scores), which tell how text "
+            "is split; convert the file again, or give a tokenizer of its own"
+        )
+    types = _guessed_types(metadata, pieces) if types is None else list(types)
+    if PieceType.UNKNOWN not in types:
+        unknown_id = _special_id(metadata, "unk_token")
+        if unknown_id is not None and 0 <= unknown_id < len(types):
+            types[unknown_id] = PieceType.UNKNOWN
+    known = set(pieces)
+    for token_id, (piece, type_) in enumerate(zip(pieces, types, strict=False)):
+        spelled = piece.replace(" ", SPACE)
+        if type_ == PieceType.USER_DEFINED and spelled not in known:  # as in Gemma's files
+            pieces[token_id] = spelled
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", kind.prefix)
+    character_map = _array(metadata, "precompiled_charsmap", "integers") or []
+    return SentencePieceVocabulary(
+        is_unigram=kind.is_unigram,
+        pieces=pieces,
+        scores=[0.0] * len(pieces) if scores is None else scores,
+        types=types,
+        prefix="always" if has_prefix else "never",
+        removes_extra_spaces=metadata.get("tokenizer.ggml.remove_extra_whitespaces", False),
+        character_map=bytes(byte & 0xFF for byte in character_map),
+        merges=None if merges is None else [_pair(merge) for merge in merges],
+    )
+
+
+def _guessed_types(metadata: dict[str, Any], pieces: list[str]) -> list[int]:
+    """Types of pieces for a file without `tokenizer.ggml.token_type`."""
+    special = {_special_id(metadata, name) for name in SPECIAL_TOKEN_KEYS}
+    return [
+        PieceType.CONTROL
+        if token_id in special
+        else PieceType.BYTE
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece)
+        else PieceType.NORMAL
+        for token_id, piece in enumerate(pieces)
+    ]
+
+
+_ELEMENTS: dict[str, tuple[type, ...]] = {
+    "texts": (str,),
+    "integers": (int,),
+    "numbers": (int, float),
+}
+
+
+def _array(metadata: dict[str, Any], name: str, of: str) -> list[Any] | None:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if value is None or (
+        isinstance(value, list) and all(isinstance(one, _ELEMENTS[of]) for one in value)
+    ):
+        return value
+    raise TokenizerError(f"the GGUF file's tokenizer.ggml.{name} must be an array of {of}")
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    """The two pieces of a merge, of which the first may begin with a space."""
+    left, _, right = merge[1:].partition(" ")
+    return merge[:1] + left, right
+
+
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
     added = [
-        AddedToken(token, normalized=False, special=kind == CONTROL)
+        AddedToken(token, normalized=False, special=kind == PieceType.CONTROL)
         for token, kind in zip(tokens, types, strict=False)
-        if kind in (CONTROL, USER_DEFINED)
+        if kind in (PieceType.CONTROL, PieceType.USER_DEFINED)
     ]
     backend.add_special_tokens([token for token in added if token.special])
     backend.add_tokens([token for token in added if not token.special])
 
 
-def _frame_text(backend: tokenizers.Tokenizer, metadata: dict[str, Any], *, add_bos: bool) -> None:
+def _frame_text(
+    backend: tokenizers.Tokenizer,
+    metadata: dict[str, Any],
+    *,
+    add_bos: bool,
+    add_eos: bool = False,
+) -> None:
     """Let the tokenizer put BOS before and EOS behind a text, if the file says so."""
     frame: list[str] = ["$A"]
     ids: dict[str, int] = {}
     if metadata.get("tokenizer.ggml.add_bos_token", add_bos):
         frame.insert(0, "BOS")
         ids["BOS"] = _required(metadata, "bos_token")
-    if metadata.get("tokenizer.ggml.add_eos_token", False):
+    if metadata.get("tokenizer.ggml.add_eos_token", add_eos):
         frame.append("EOS")
         ids["EOS"] = _required(metadata, "eos_token")
     if not ids:
@@ -174,8 +281,14 @@ def _frame_text(backend: tokenizers.Tokenizer, metadata: dict[str, Any], *, add_
     )
 
 
+def _special_id(metadata: dict[str, Any], name: str) -> int | None:
+    kind = SENTENCEPIECE.get(metadata.get("tokenizer.ggml.model", ""))
+    default = None if kind is None else kind.special_ids.get(name)
+    return metadata.get(SPECIAL_TOKEN_KEYS[name], default)
+
+
 def _required(metadata: dict[str, Any], name: str) -> int:
-    token_id = metadata.get(SPECIAL_TOKEN_KEYS[name])
+    token_id = _special_id(metadata, name)
     if token_id is None or not 0 <= token_id < len(metadata["tokenizer.ggml.tokens"]):
         raise TokenizerError(
             f"the GGUF file asks for a {name} around every text but {SPECIAL_TOKEN_KEYS[name]} "

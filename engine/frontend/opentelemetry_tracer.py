@@ -184,13 +184,9 @@ class OpenTelemetryTracer(RequestTracer):
             StartupPhaseTimes(phase.label, Role.CALLER, begin_ns, end_ns)
             for phase, (begin_ns, end_ns) in startup_spans_ns.items()
         ]
-        begins_ns = ready.startup_begin_ns
-        # Importing began before anything could be stamped, and ended when the rest began.
-        first_ns = min(begins_ns.values(), default=0)
         core = [
-            StartupPhaseTimes(label, Role.CORE, begin_ns, begin_ns + duration_ns)
-            for label, duration_ns in ready.startup_ns.items()
-            if (begin_ns := begins_ns.get(label, first_ns - duration_ns)) > 0
+            StartupPhaseTimes(label, Role.CORE, begin_ns, begin_ns + ready.startup_ns[label])
+            for label, begin_ns in ready.startup_begin_ns.items()
         ]
         self.telemetry.started(caller + core)
 

@@ -7,6 +7,7 @@ and no socket.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
@@ -140,9 +141,10 @@ class RequestStream:
                 "on the one that its AsyncLLM was started on."
             )
 
-    def __del__(self) -> None:
-        # In whatever thread the garbage is collected; the engine is one thread's.
-        if not self._is_done:
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # In whatever thread the garbage is collected; the engine is one thread's. When the
+        # interpreter ends, the engine has been closed, and modules are taken apart.
+        if not self._is_done and not _is_finalizing():
             self._is_done = True
             if self._loop is None:
                 self._on_close(self.request_id)

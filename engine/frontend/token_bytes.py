@@ -1,8 +1,8 @@
 """Which bytes each token adds to the text.
 
-Knows the two decoders that nearly every language model uses, byte-level BPE and SentencePiece with
-byte fallback: under both, a text is the concatenation of its tokens' bytes, so that it can be made
-token by token. Does not know requests, prompts or stop strings.
+Knows the two decoders that nearly every language model uses, byte-level BPE and SentencePiece's,
+with byte fallback or without: under both, a text is the concatenation of its tokens' bytes, so that
+it can be made token by token. Does not know requests, prompts or stop strings.
 
 Byte alphabet: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019.
 """
@@ -75,18 +75,16 @@ def piece_decoder(backend: tokenizers.Tokenizer) -> PieceDecoder | None:
     kinds = [step["type"] for step in steps]
     if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
         return PieceDecoder(_byte_level_bytes, strips_leading_space=False)
-    if kinds not in (
-        ["Replace", "ByteFallback", "Fuse"],
-        ["Replace", "ByteFallback", "Fuse", "Strip"],
-    ):
+    strips = kinds[-1] == "Strip"
+    falls_back = kinds[1:2] == ["ByteFallback"]
+    if kinds != ["Replace"] + ["ByteFallback"] * falls_back + ["Fuse"] + ["Strip"] * strips:
         return None
     pattern, content = steps[0]["pattern"].get("String"), steps[0]["content"]
     if pattern is None:
         return None
-    strips = len(steps) == 4
-    if strips and (steps[3]["content"], steps[3]["start"], steps[3]["stop"]) != (" ", 1, 0):
+    if strips and (steps[-1]["content"], steps[-1]["start"], steps[-1]["stop"]) != (" ", 1, 0):
         return None
-    to_bytes = partial(_byte_fallback_bytes, pattern=pattern, content=content)
+    to_bytes = partial(_byte_fallback_bytes if falls_back else _plain_bytes, pattern, content)
     return PieceDecoder(to_bytes, strips_leading_space=strips)
 
 
@@ -98,7 +96,11 @@ def _byte_level_bytes(piece: str) -> bytes:
         return piece.encode()
 
 
-def _byte_fallback_bytes(piece: str, *, pattern: str, content: str) -> bytes:
+def _plain_bytes(pattern: str, content: str, piece: str) -> bytes:
+    return piece.replace(pattern, content).encode()
+
+
+def _byte_fallback_bytes(pattern: str, content: str, piece: str) -> bytes:
     text = piece.replace(pattern, content)
     match = _BYTE_PIECE.fullmatch(text)
     return bytes([int(match[1], 16)]) if match else text.encode()

@@ -22,7 +22,7 @@ from engine.frontend.token_bytes import byte_alphabet
 _BLOCK_BYTES = 1 << 16
 _GRAMS = (8, 4, 2)
 """Pieces are told apart by this many of their first bytes, the largest number that they have."""
-_BYTE_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+_BYTE_PIECES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 _SPLITTERS = frozenset(("Split", "Digits", "Punctuation", "UnicodeScripts"))
 _WORD_START = "\u2581"
 """How SentencePiece spells a space."""
@@ -214,6 +214,8 @@ def _read(backend: tokenizers.Tokenizer) -> _Text | None:
         elif kind == "Metaspace" and step["replacement"] == _WORD_START:
             spells_spaces = True
             prefix = prefix if step["prepend_scheme"] == "never" else _WORD_START
+        elif kind == "Metaspace" and step["replacement"] == " ":  # the next one spells it
+            prefix = _WORD_START
         elif kind not in _SPLITTERS or step.get("behavior") == "Removed":
             return None
     if prefix == " " and len(steps) > 1:  # in front of every word
@@ -254,6 +256,10 @@ def _dropped_bytes(backend: tokenizers.Tokenizer, is_byte_level: bool) -> bytes 
     else:
         return None
     if not is_byte_level:
-        return b"" if falls_back and vocabulary >= _BYTE_PIECES else None
+        has_bytes = all(
+            piece in vocabulary or (byte < 0x80 and chr(byte) in vocabulary)
+            for piece, byte in _BYTE_PIECES.items()
+        )
+        return b"" if falls_back and has_bytes else None
     missing = [byte for letter, byte in byte_alphabet().items() if letter not in vocabulary]
     return None if missing and (has_unknown or falls_back) else bytes(missing)

@@ -1,30 +1,33 @@
 """Tokenizers that only Transformers can read, converted once and kept as tokenizer.json.
 
 Knows the cache and how to ask Transformers; imports it here and only when something is converted.
-Does not know what is in a tokenizer.
+Does not know what is in a tokenizer: `engine.frontend.sentencepiece_file` mends what a conversion
+gets wrong of SentencePiece's rules.
 
 The cache is `$XDG_CACHE_HOME/isinglass/tokenizers` (`~/.cache/...`), one folder for each source:
-its name is made of the source's path, sizes and modification times and Transformers' version.
+its name is made of the source's path, sizes and modification times, Transformers' version and that
+of the rules here.
 """
 
 import atexit
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
+import tokenizers
+
 from engine.errors import TokenizerError
+from engine.frontend import sentencepiece_file
 from engine.log import get_logger
 
 logger = get_logger(__name__)
 
 SLOW_TOKENIZER_FILES = (
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model.v3",
+    *sentencepiece_file.FILE_NAMES,
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -32,6 +35,8 @@ SLOW_TOKENIZER_FILES = (
     "qwen.tiktoken",
 )
 """Files in a model folder from which Transformers can make a tokenizer."""
+_RULES = "2"
+"""Counts what was mended of conversions: results of before are made again."""
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -69,7 +74,7 @@ def _cache_key(source: Path) -> str:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         version = "none"
-    parts = [version, str(source.resolve())]
+    parts = [_RULES, version, str(source.resolve())]
     for file in files:
         status = file.stat()
         parts.append(f"{file.name}:{status.st_size}:{status.st_mtime_ns}")
@@ -103,6 +108,31 @@ def _convert(source: Path, work: Path) -> None:
             f"the tokenizer of {source} is a {type(converted).__name__}, which has no "
             "tokenizer.json; give a folder with one, or prompts as token ids"
         )
+    if source.is_dir():
+        _restore_rules(source, work)
+
+
+def _restore_rules(source: Path, work: Path) -> None:
+    """Let a tokenizer that came from a SentencePiece file split text by the file's own rules."""
+    names = [name for name in sentencepiece_file.FILE_NAMES if (source / name).is_file()]
+    model = sentencepiece_file.parse_model((source / names[0]).read_bytes()) if names else None
+    if model is None:
+        return
+    result = work / "tokenizer.json"
+    settings = source / "tokenizer_config.json"
+    restored = sentencepiece_file.with_rules_of_file(
+        tokenizers.Tokenizer.from_file(str(result)),
+        model,
+        json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {},
+    )
+    if restored is None:
+        logger.warning(
+            "the tokenizer of %s is not split by the rules of %s: it has others of its own",
+            source,
+            names[0],
+        )
+    else:
+        restored.save(str(result))
 
 
 def _publish(work: Path, target: Path) -> Path:

@@ -4,6 +4,7 @@ Knows the data flow of one layer: norm, attention, residual, norm, gated MLP, re
 differs between the families (biases, norms of queries and keys) is in their own files.
 """
 
+from dataclasses import replace
 from typing import Self, cast
 
 import torch
@@ -17,9 +18,21 @@ from engine.layers.embedding import Embedding
 from engine.layers.linear import GatedLinear, Linear, can_pack, pack_weight, packed_linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, RotaryTable, rotate
+from engine.log import get_logger
 from engine.models.base import CausalLM
 from engine.models.native_decoder import NativeDecoder
-from engine.models.weights import copy_weights, iterate_weights
+from engine.models.weights import copy_weights, iterate_weights, refuse_quantised, stored_types
+
+logger = get_logger(__name__)
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_IGNORED = ("rotary_emb.inv_freq",)
+"""Ends of names that a checkpoint may bring and that say nothing the configuration does not."""
+_DYNAMIC_ROPE = (
+    "rope_type 'dynamic': beyond %d tokens each token is turned as if the text ended with it, so "
+    "that its key stays right in the cache. Transformers turns all tokens of a prompt by the "
+    "prompt's length, so longer prompts may give other tokens there."
+)
 
 
 class SelfAttention(nn.Module):
@@ -185,13 +198,25 @@ class DecoderForCausalLM(CausalLM):
         device: torch.device,
     ) -> Self:
         """See `CausalLM`."""
-        model = cls(config, backend=backend, dtype=dtype, device=device)
-        copy_weights(
-            iterate_weights(source, config),
-            model.weight_slots(),
-            ignored=model.ignored_weights(),
-            origin=str(source.path),
+        origin = str(source.path)
+        if config.rope_scaling is not None and config.rope_scaling["rope_type"] == "dynamic":
+            logger.warning(_DYNAMIC_ROPE, config.rope_scaling["original_max_position_embeddings"])
+        types = {} if source.is_gguf else stored_types(source)
+        refuse_quantised(types, origin)
+        # A GGUF file's configuration is tied exactly if the file has no head.
+        has_both = config.tie_word_embeddings and {_EMBEDDING, _HEAD} <= types.keys()
+        model = cls(
+            replace(config, tie_word_embeddings=config.tie_word_embeddings and not has_both),
+            backend=backend,
+            dtype=dtype,
+            device=device,
         )
+        slots = model.weight_slots()
+        if model.is_tied and _HEAD in types:
+            slots[_HEAD] = slots.pop(_EMBEDDING)  # one matrix, under its other name
+        copy_weights(iterate_weights(source, config), slots, ignored=_IGNORED, origin=origin)
+        if has_both:
+            model.tie_equal_head(origin)
         if backend.name == "native":
             model.native = NativeDecoder(model, config)
         else:
@@ -226,20 +251,28 @@ class DecoderForCausalLM(CausalLM):
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Every tensor the checkpoint must bring, by its name there, as a view to copy into."""
         slots = {
-            "model.embed_tokens.weight": self.embedding.weight.data,
+            _EMBEDDING: self.embedding.weight.data,
             "model.norm.weight": self.norm.weight.data,
         }
         if self.head is not None:
-            slots["lm_head.weight"] = self.head.weight.data
+            slots[_HEAD] = self.head.weight.data
         for index, layer in enumerate(self.decoder_layers):
             for name, slot in layer.weight_slots().items():
                 slots[f"model.layers.{index}.{name}"] = slot
         return slots
 
-    def ignored_weights(self) -> tuple[str, ...]:
-        """Ends of names that a checkpoint may bring and the model has no use for."""
-        tied = ("lm_head.weight",) if self.is_tied else ()
-        return ("rotary_emb.inv_freq", *tied)
+    def tie_equal_head(self, origin: str) -> None:
+        """Drop a head that repeats the embedding; one that differs stays, as in Transformers."""
+        assert self.head is not None
+        if torch.equal(self.head.weight, self.embedding.weight):
+            self.head, self.is_tied = None, True
+            return
+        logger.warning(
+            "%s: tie_word_embeddings is true, but %s is there and differs from the embedding. It "
+            "is used; set tie_word_embeddings to false in config.json to say so.",
+            origin,
+            _HEAD,
+        )
 
     def pack_weights(self) -> None:
         """Pack the linear maps, once all weights are in place."""

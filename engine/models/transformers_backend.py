@@ -8,8 +8,9 @@ Importing this file imports transformers.
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+import re
+from collections.abc import Iterable
+from typing import Any, Self
 
 import torch
 import transformers
@@ -23,25 +24,32 @@ from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.locate import ModelSource
 from engine.errors import CheckpointError, UnsupportedModelError
 from engine.layers.linear import Linear, can_pack
+from engine.log import get_logger
 from engine.models.base import CausalLM
-from engine.models.weights import safetensors_files
+from engine.models.transformers_attention import (
+    ATTENTION_NAME,
+    AttentionCall,
+    register_attention,
+    set_answer,
+)
+from engine.models.transformers_probe import (
+    decoder_name,
+    find_attention_calls,
+    find_decoder,
+    run_decoder,
+)
+from engine.models.weights import refuse_not_finite, refuse_quantised, stored_types
 
-ATTENTION_NAME = "isinglass"
+logger = get_logger(__name__)
 
-# Keyword arguments of the attention call that change nothing here: dropout is off, the layout
-# comes from our metadata, and positions are already in the queries and keys.
-_HARMLESS_ARGUMENTS = frozenset(
-    {
-        "dropout",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "position_ids",
-        "position_embeddings",
-        "return_dict",
-        "sliding_window",
-        "use_cache",
-    }
+# Buffers of older versions that any version makes anew: frequencies, masks, positions.
+_HARMLESS_ENDS = (
+    "inv_freq",
+    "attn.bias",
+    "attention.bias",
+    "masked_bias",
+    "causal_mask",
+    "version",
 )
 
 
@@ -56,12 +64,17 @@ def has_transformers_decoder(config: ModelConfig) -> bool:
 class TransformersForCausalLM(CausalLM):
     """A model class of Transformers behind the engine's interface."""
 
-    def __init__(self, model: transformers.PreTrainedModel, *, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        calls: list[AttentionCall],
+        backend: AttentionBackend,
+    ) -> None:
         super().__init__()
         self.model = model
-        self.decoder = model.base_model
+        self.decoder = find_decoder(model)
         self.head = _head_only(model)
-        self.attention_layers = _probe(model, backend)
+        self.attention_layers = _install_attention(calls, backend)
 
     @classmethod
     def load(
@@ -76,17 +89,25 @@ class TransformersForCausalLM(CausalLM):
         """See `CausalLM`."""
         model_type = getattr(transformers, config.architecture)
         if not getattr(model_type, "_supports_attention_backend", False):
+            reason = (
+                "does not use its attention registry, so the engine cannot give it a paged cache"
+            )
+            if getattr(model_type, "_is_stateful", False):
+                reason = (
+                    "keeps a state from token to token besides attention's (a state-space or "
+                    "recurrent model, or a hybrid of one with attention), which the engine does not"
+                )
             raise UnsupportedModelError(
-                f"{config.architecture} of Transformers {transformers.__version__} does not use "
-                "its attention registry, so the engine cannot give it a paged cache."
+                f"{config.architecture} of Transformers {transformers.__version__} {reason}."
             )
         model = _from_pretrained(model_type, source, dtype).to(device).eval()
         pack_linear_maps(model)
-        return cls(model, backend=backend)
+        calls = find_attention_calls(model, config.max_position_embeddings)
+        return cls(model, calls, backend)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `CausalLM`."""
-        return _run_decoder(self.decoder, input_ids, positions)
+        return run_decoder(self.decoder, input_ids, positions)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM`."""
@@ -96,8 +117,9 @@ class TransformersForCausalLM(CausalLM):
 def _from_pretrained(
     model_type: type[transformers.PreTrainedModel], source: ModelSource, dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
-    safetensors_files(source.path)  # names missing files better than Transformers does
-    transformers.AttentionInterface.register(ATTENTION_NAME, _attend)
+    types = stored_types(source)  # names missing and damaged files better than Transformers does
+    refuse_quantised(types, str(source.path))
+    register_attention()
     try:
         model, info = model_type.from_pretrained(
             source.path,
@@ -115,7 +137,36 @@ def _from_pretrained(
             raise CheckpointError(
                 f"{source.path}: {kind.replace('_', ' ')}: {sorted(map(str, info[kind]))[:5]}"
             )
+    for name, parameter in model.named_parameters():
+        refuse_not_finite(name, parameter, str(source.path))
+    _warn_of_left_out(model, types, source)
     return model
+
+
+def _warn_of_left_out(
+    model: transformers.PreTrainedModel, names: Iterable[str], source: ModelSource
+) -> None:
+    """Name the tensors that Transformers' class drops without a word."""
+    own = list(model.state_dict())
+    patterns = [
+        re.compile(pattern)
+        for pattern in model._keys_to_ignore_on_load_unexpected or ()
+        # One class serves models of several depths: where the layer is there, it is loaded.
+        if not any(re.search(pattern, name) for name in own)
+    ]
+    left_out = [
+        name
+        for name in names
+        if any(pattern.search(name) for pattern in patterns) and not name.endswith(_HARMLESS_ENDS)
+    ]
+    if left_out:
+        logger.warning(
+            "%s: %d of the tensors are left out, as Transformers' %s does: %s",
+            source.path,
+            len(left_out),
+            type(model).__name__,
+            ", ".join(sorted(left_out)[:5]) + (", ..." if len(left_out) > 5 else ""),
+        )
 
 
 def pack_linear_maps(model: nn.Module) -> None:
@@ -136,15 +187,6 @@ def pack_linear_maps(model: nn.Module) -> None:
                 packed.bias = nn.Parameter(child.bias, requires_grad=False)
             packed.pack()
             setattr(module, name, packed)
-
-
-def _run_decoder(
-    decoder: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    output = decoder(
-        input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
-    )
-    return output.last_hidden_state[0]
 
 
 class _DecoderOutput(BaseModelOutputWithPast):
@@ -174,127 +216,46 @@ def _head_only(model: transformers.PreTrainedModel) -> nn.Module:
     """
     head = copy.copy(model)
     head._modules = dict(model._modules)
-    head._modules[model.base_model_prefix] = _GivenHidden()
+    head._modules[decoder_name(model)] = _GivenHidden()
     return head
 
 
-class _Call(NamedTuple):
-    """One attention call seen by the probe."""
-
-    query: torch.Tensor  # [1, num_heads, num_tokens, head_dim]
-    key: torch.Tensor  # [1, num_kv_heads, num_tokens, head_dim]
-    value: torch.Tensor
-    scale: float
-    window: int | None
-    extras: tuple[str, ...]
-    module: nn.Module
-
-
-class _Recorder:
-    """Answers attention calls with zeros and keeps what they asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-    def __call__(self, module: nn.Module, call: _Call) -> torch.Tensor:
-        self.calls.append(call)
-        heads = call.query.transpose(1, 2)  # [1, num_tokens, num_heads, head_dim]
-        return heads.new_zeros(*heads.shape[:3], call.value.shape[-1])
-
-
-class _PagedCall:
+class _PagedAnswer:
     """Answers the attention calls of one module from the paged cache."""
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
 
-    def __call__(self, module: nn.Module, call: _Call) -> torch.Tensor:
-        # Multi-head latent attention has shorter values than keys; the cache has one size.
-        head_dim, value_dim = call.key.shape[-1], call.value.shape[-1]
-        value = nn.functional.pad(call.value, (0, head_dim - value_dim))
-        parts = [part[0].transpose(0, 1).flatten(1) for part in (call.query, call.key, value)]
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+    ) -> torch.Tensor:
+        # Multi-head latent attention has keys and values of different sizes; the cache has one.
+        # Zeros at the end of queries and keys leave their products as they are.
+        size, value_dim = self.attention.head_dim, value.shape[-1]
+        parts = [
+            nn.functional.pad(part, (0, size - part.shape[-1]))[0].transpose(0, 1).flatten(1)
+            for part in (query, key, value)
+        ]
         output = self.attention(torch.cat(parts, dim=1))
-        return output.view(1, len(output), -1, head_dim)[..., :value_dim]
+        return output.view(1, len(output), -1, size)[..., :value_dim]
 
 
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
-    """What Transformers' layers call instead of their own attention."""
-    extras = tuple(
-        name
-        for name, argument in arguments.items()
-        if name not in _HARMLESS_ARGUMENTS and argument is not None and argument is not False
-    )
-    if attention_mask is not None:
-        extras += ("attention_mask",)
-    if not getattr(module, "is_causal", True):
-        extras += ("tokens to come (it is not causal)",)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    call = _Call(query, key, value, scale, arguments.get("sliding_window"), extras, module)
-    answer: Callable[[nn.Module, _Call], torch.Tensor] = module.__dict__["isinglass_attention"]
-    return answer(module, call), None
-
-
-def _probe(model: transformers.PreTrainedModel, backend: AttentionBackend) -> list[Attention]:
-    """Run two tokens in both orders, learn the attention calls, and install ours.
-
-    With attention answered by zeros, a token's queries, keys and hidden state may depend on the
-    token and its position alone; a model that mixes tokens elsewhere (convolutions, recurrences)
-    or ignores the given positions betrays itself, since its results do not swap with the tokens.
-    """
-    tokens, positions = torch.tensor([0, 1]), torch.tensor([0, 1])
-    device = next(model.parameters()).device
-    runs = []
-    for order in (torch.tensor([0, 1]), torch.tensor([1, 0])):
-        recorder = _Recorder()
-        for module in model.modules():
-            object.__setattr__(module, "isinglass_attention", recorder)
-        try:
-            hidden = _run_decoder(
-                model.base_model, tokens[order].to(device), positions[order].to(device)
-            )
-        except Exception as error:  # a class of Transformers may raise anything
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: its decoder cannot run on a flat batch ({error})."
-            ) from error
-        runs.append((hidden, recorder.calls))
-    _refuse_unsuited(type(model).__name__, runs[0], runs[1])
+def _install_attention(calls: list[AttentionCall], backend: AttentionBackend) -> list[Attention]:
+    """A paged attention layer for each call, in its module's place."""
     layers = []
-    for index, call in enumerate(runs[0][1]):
+    for index, call in enumerate(calls):
         shape = AttentionShape(
-            call.query.shape[1], call.key.shape[1], call.key.shape[-1], call.scale, call.window
+            call.query.shape[1],
+            call.key.shape[1],
+            max(call.key.shape[-1], call.value.shape[-1]),
+            call.scale,
+            call.window,
         )
         layers.append(Attention(shape, index, backend=backend))
-        object.__setattr__(call.module, "isinglass_attention", _PagedCall(layers[-1]))
+        set_answer(call.module, _PagedAnswer(layers[-1]))
     return layers
-
-
-def _refuse_unsuited(
-    name: str,
-    forwards: tuple[torch.Tensor, list[_Call]],
-    backwards: tuple[torch.Tensor, list[_Call]],
-) -> None:
-    hidden, calls = forwards
-    swapped, swapped_calls = backwards
-    extras = sorted({extra for call in calls for extra in call.extras})
-    if extras:
-        raise UnsupportedModelError(
-            f"{name}: its attention needs {', '.join(extras)}, which the engine does not offer."
-        )
-    if not calls or len({id(call.module) for call in calls}) != len(calls):
-        raise UnsupportedModelError(f"{name}: not every layer makes exactly one attention call.")
-    pairs = [(hidden, swapped.flip(0))]
-    for one, other in zip(calls, swapped_calls, strict=True):
-        pairs += [(one.query, other.query.flip(2)), (one.key, other.key.flip(2))]
-    if not all(torch.allclose(one, other, rtol=0.05, atol=0.05) for one, other in pairs):
-        raise UnsupportedModelError(
-            f"{name}: tokens depend on each other outside of attention, or positions are not "
-            "taken from position_ids; such models cannot run in flat batches."
-        )

@@ -1,20 +1,25 @@
 """Streams a checkpoint's weights, one tensor at a time, under Transformers' names.
 
-Knows safetensors files, alone or listed by an index, and hands GGUF files on. Does not know
-models: `copy_weights` fills whatever slots it is given.
+Knows safetensors files, alone or listed by an index, hands GGUF files on, and tells weights that no
+model can run with. Does not know models: `copy_weights` fills whatever slots it is given.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.checkpoint.architecture import ModelConfig, read_json
 from engine.checkpoint.gguf import GGUFFile
 from engine.checkpoint.locate import ModelSource
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, UnsupportedModelError
 
 INDEX_NAME = "model.safetensors.index.json"
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WEIGHT_TYPES = ("F32", "BF16", "F16", "F64")
+"""The same in safetensors' words."""
 
 
 def iterate_weights(source: ModelSource, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,17 +68,81 @@ def safetensors_files(folder: Path) -> list[Path]:
     return paths
 
 
-def _iterate_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def stored_types(source: ModelSource) -> dict[str, str]:
+    """The number type of each tensor in safetensors files, by name, in the format's own words.
+
+    Reads headers alone.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or malformed.
+    """
+    types = {}
+    for path in safetensors_files(source.path):
+        with _open(path) as file:
+            types.update({name: file.get_slice(name).get_dtype() for name in file.keys()})  # noqa: SIM118
+    return types
+
+
+def refuse_quantised(types: dict[str, str], origin: str) -> None:
+    """Refuse files that hold weights as something else than plain floating point.
+
+    A configuration that names a quantisation has been refused before; here it keeps silent, and
+    such numbers would be taken for the weights themselves. Whole numbers that are no weights, such
+    as tables and old masks, may come.
+
+    Raises:
+        UnsupportedModelError: it names the first such tensor.
+    """
+    for name, kind in types.items():
+        is_small_float = kind.startswith("F") and kind not in _WEIGHT_TYPES
+        if is_small_float or (name.endswith("weight") and kind not in _WEIGHT_TYPES):
+            raise _quantised(name, kind, origin)
+
+
+def refuse_not_finite(name: str, weight: torch.Tensor, origin: str) -> None:
+    """Refuse NaN and infinities, which would turn every token's logits into NaN.
+
+    Raises:
+        CheckpointError: it names the tensor.
+    """
+    # One pass without memory of its own. A sum of finite numbers may overflow, so look closer then.
+    if weight.sum().isfinite() or weight.isfinite().all():
+        return
+    raise CheckpointError(
+        f"{origin}: tensor {name!r} holds NaN or infinite numbers as {_name_of(weight.dtype)}. "
+        "Either the file is damaged or its training diverged (get another copy or checkpoint), or "
+        "its numbers are too large for this dtype (set dtype='bfloat16' or 'float32')."
+    )
+
+
+def _quantised(name: str, kind: str, origin: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{origin}: tensor {name!r} holds {kind} numbers. The weights are quantised, although "
+        "config.json has no quantization_config. Use the unquantised checkpoint or a GGUF file."
+    )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
+            yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"cannot read {path}: {error}. The file may be truncated; download it again."
         ) from error
+
+
+def _iterate_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with _open(path) as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            yield name, file.get_tensor(name)
 
 
 def copy_weights(
@@ -92,7 +161,8 @@ def copy_weights(
         origin: the checkpoint, for messages.
 
     Raises:
-        CheckpointError: a name is missing or unknown, or a shape differs.
+        CheckpointError: a name is missing or unknown, a shape differs, or a number is not finite.
+        UnsupportedModelError: a weight is not plain floating point.
     """
     missing = dict(slots)
     for name, weight in weights:
@@ -108,7 +178,10 @@ def copy_weights(
                 f"{origin}: tensor {name!r} has shape {tuple(weight.shape)}, the configuration "
                 f"calls for {tuple(slot.shape)}"
             )
+        if weight.dtype not in _WEIGHT_DTYPES:
+            raise _quantised(name, _name_of(weight.dtype), origin)
         slot.copy_(weight)
+        refuse_not_finite(name, slot, origin)
         missing.pop(name, None)
     if missing:
         names = ", ".join(list(missing)[:5])

@@ -11,10 +11,9 @@ from typing import Any
 from urllib.parse import quote
 
 from engine.server.errors import CLIENT_LEFT_STATUS
-from engine.server.route_names import OTHER
 from engine.server.state import Phase
 from instrumentation import parse_traceparent
-from instrumentation.server_metrics import OUTCOMES, REFUSALS
+from instrumentation.server_metrics import OTHER, OUTCOMES, REFUSALS
 
 PROBES = frozenset({"/health", "/ping"})
 """Routes whose 503 is a correct answer."""
@@ -65,6 +64,7 @@ class ExchangeState:
         "num_chunks",
         "num_output_tokens",
         "num_prompt_tokens",
+        "num_request_bytes",
         "outcome",
         "path",
         "refusal",
@@ -96,7 +96,7 @@ class ExchangeState:
         self.span: Any = None
         self.told: Mapping[str, Any] = {}
         self.status = 0
-        self.num_bytes = self.num_chunks = 0
+        self.num_bytes = self.num_chunks = self.num_request_bytes = 0
         self.first_byte_ns = self.end_ns = 0
         self.is_complete = self.has_left = False
         self.outcome = ""

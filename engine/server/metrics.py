@@ -2,7 +2,7 @@
 
 Knows where snapshots come from and in which thread they are rendered. The formats are
 `instrumentation.prometheus`'s. Answers as long as the process lives: before the engine has started
-with what is known, after its death with the last values.
+with what is known, after its death with its totals, and 0 for what it held.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from instrumentation.engine_metrics import ENGINE_UP
 from instrumentation.metric_merge import merge_snapshots
 
 if TYPE_CHECKING:
-    from prometheus_client.registry import CollectorRegistry
+    from instrumentation.prometheus import SnapshotCollector
 
 router = APIRouter()
 
@@ -41,9 +41,19 @@ class MetricsPage:
         self.share: MetricsShare | None = None
         self._state = state
         self._observation = observation
-        self._registry: CollectorRegistry | None = None
+        self._collector: SnapshotCollector | None = None
         # Of its own: calls to a core that hangs must not be able to take up all threads.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+
+    @property
+    def num_errors(self) -> int:
+        """Parts of scrapes that have failed, also before there was an engine to count them."""
+        return 0 if self._collector is None else self._collector.num_errors
+
+    @property
+    def num_drops(self) -> int:
+        """Nothing is ever lost."""
+        return 0
 
     def close(self) -> None:
         """Let go of the thread: nobody asks any more."""
@@ -77,36 +87,23 @@ class MetricsPage:
             )
         from instrumentation.prometheus import exposition
 
-        if self._registry is None:
-            self._registry = self._make_registry()
-        registry = self._registry
+        if self._collector is None:
+            self._collector = self._make_collector()
+        collector = self._collector
         body, headers = await asyncio.get_running_loop().run_in_executor(
             self._thread,
-            lambda: exposition(registry, accept=accept, accept_encoding=accept_encoding),
+            lambda: exposition(collector, accept=accept, accept_encoding=accept_encoding),
         )
         return Response(body, headers=dict(headers) | {"Vary": "Accept, Accept-Encoding"})
 
-    def _make_registry(self) -> "CollectorRegistry":
-        from prometheus_client.registry import CollectorRegistry
-
+    def _make_collector(self) -> "SnapshotCollector":
         from instrumentation.prometheus import SnapshotCollector
         from instrumentation.vllm_names import to_vllm
 
         wants_vllm = self._state.engine.config.observability.metrics_compat == "vllm"
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(
-            SnapshotCollector(
-                [lambda: self.snapshot()],
-                translations=[to_vllm] if wants_vllm else [],
-                count_error=self._count_error,
-            )
+        return SnapshotCollector(
+            [lambda: self.snapshot()], translations=[to_vllm] if wants_vllm else []
         )
-        return registry
-
-    def _count_error(self) -> None:
-        observer = self._state.engine.observer
-        if observer is not None:
-            observer.metrics.engine.count_error(SinkName.PROMETHEUS)
 
 
 @router.get("/metrics", response_class=Response)
@@ -125,4 +122,5 @@ def add_metrics(app: FastAPI, state: ServerState) -> None:
         page.share = MetricsShare(attachment.directory, attachment.client_index, page.own_snapshot)
         page.snapshot = page.shared_snapshot
     state.metrics_page = page
+    state.engine.metric_exporters.append((SinkName.PROMETHEUS, page))
     app.include_router(router)

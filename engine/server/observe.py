@@ -21,11 +21,11 @@ from engine.server.access_log import log_exchange
 from engine.server.errors import ApiError
 from engine.server.exchange import ExchangeState, RequestHeaders
 from engine.server.loop_watch import LoopWatch
-from engine.server.route_names import OTHER, RouteNames, route_path
+from engine.server.route_names import RouteNames, route_path
 from engine.server.state import ServerState
 from engine.server.wire import Wire
 from instrumentation.histogram_buckets import parse_buckets
-from instrumentation.server_metrics import ServerMetrics
+from instrumentation.server_metrics import OTHER, ServerMetrics
 
 NUM_REMEMBERED = 1024
 """Exchanges that have ended and can still be asked for by their id."""
@@ -131,7 +131,8 @@ class Observation:
         exchange.end_ns = exchange.end_ns or self.clock()
         num_sent_bytes = exchange.num_bytes
         exchange.conclude(error, phase=self._state.phase)
-        self.metrics.num_response_bytes += exchange.num_bytes - num_sent_bytes
+        num_bytes_of = self.metrics.num_response_bytes
+        num_bytes_of[exchange.route] += exchange.num_bytes - num_sent_bytes
         exchange.num_output_tokens = self._num_output_tokens(exchange)
         exchange.told = {"response_id": exchange.told.get("response_id", exchange.engine_id)}
         del self.in_flight[exchange.engine_id]
@@ -142,6 +143,7 @@ class Observation:
             status=exchange.status,
             outcome=exchange.outcome,
             duration_ns=exchange.duration_ns,
+            num_request_bytes=exchange.num_request_bytes,
             first_byte_ns=first_byte_ns - exchange.arrival_ns if first_byte_ns else None,
             refusal=exchange.refusal,
             traceparent=exchange.traceparent,

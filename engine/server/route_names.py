@@ -10,9 +10,10 @@ from typing import Any
 
 from fastapi.routing import iter_route_contexts
 
+from instrumentation.server_metrics import OTHER
+
 METRICS_PATHS = frozenset({"/metrics", "/load"})
 """Asked by scrapers and load balancers: no news in the log, and open without `guard_metrics`."""
-OTHER = "other"
 _READING = frozenset({"GET", "HEAD"})
 _NONE: frozenset[str] = frozenset()
 _MAX_COMPARED = 128

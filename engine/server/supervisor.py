@@ -27,7 +27,7 @@ from engine.server.peers import Peers
 from engine.server.queue_board import QueueBoard
 from engine.server.stop_signals import StopSignals
 from engine.transport.core_process import CoreProcess
-from engine.transport.interrupts import children_outlive_stop_signals
+from engine.transport.interrupts import children_outlive_sigterm
 from engine.transport.mp_client import SyncMPClient
 from engine.transport.process import SpawnedProcess
 from engine.types.attachment import CoreAttachment
@@ -71,7 +71,7 @@ class Supervisor:
         trace_dir = observability.trace_dir
         self._run_dir = None if trace_dir is None else make_run_dir(trace_dir)
         num_frontends = config.api_server_count
-        with children_outlive_stop_signals():  # the core; frontends take it
+        with children_outlive_sigterm():  # the core; frontends take it
             self._client = SyncMPClient(
                 lambda: CoreProcess(
                     engine_config, run_dir=self._run_dir, obs=NULL, num_frontends=num_frontends
@@ -162,7 +162,7 @@ class Supervisor:
                 "attachment": msgspec.to_builtins(attachment),
                 "listener_fd": self._listener.fileno(),
             },
-            name=f"ApiServer_{index}",
+            name=attachment.title,
             private_dir=self._core.directory,
             pass_fds=(self._listener.fileno(), self._core.death_read),
         )

@@ -39,9 +39,11 @@ class Wire:
         self._shows_id = shows_id
 
     async def receive(self) -> Message:
-        """Note that the client has left, if that is what comes."""
+        """Count the body, and note that the client has left, if that is what comes."""
         message = await self._receive()
-        if message["type"] == "http.disconnect" and not self._exchange.is_complete:
+        if message["type"] == "http.request":
+            self._exchange.num_request_bytes += len(message.get("body", b""))
+        elif message["type"] == "http.disconnect" and not self._exchange.is_complete:
             self._exchange.has_left = True
         return message
 
@@ -57,7 +59,7 @@ class Wire:
             if not exchange.first_byte_ns:
                 exchange.first_byte_ns = self._now()
             exchange.num_bytes += num_bytes
-            self._metrics.num_response_bytes += num_bytes
+            self._metrics.num_response_bytes[exchange.route] += num_bytes
         if not message.get("more_body", False):
             return self._send_last(message)
         exchange.num_chunks += 1

@@ -23,17 +23,19 @@ from engine.types.interpreter import READ_BOOT
 _POLL_S = 0.5
 _REMOVALS = 5
 
+_TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+"""Sent to all processes of a terminal; what they mean is for the process that we serve to say."""
+
+BLOCKED_AT_START = (*_TERMINAL_SIGNALS, signal.SIGUSR2)
+"""Signals that the child must begin with blocked, before its interpreter's start and any thread of
+a `sitecustomize`. SIGUSR2 stays blocked until the target handles it."""
+
 BOOTSTRAP = READ_BOOT + "from engine.transport.boot import run; run(boot)"
 """What `python -c` executes in the child."""
 
 
 def run(boot: dict[str, Any]) -> None:
     """Watch the parent, then call the target with the boot message's keyword arguments."""
-    # For the thread that waits for it alone: a handler would have to wait for the main thread,
-    # which may sleep until the next message. Threads inherit the mask, so before any of them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's: the caller decides what they mean
-        signal.signal(number, signal.SIG_IGN)
     threading.Thread(
         target=_watch_parent,
         args=(boot["parent_pid"], boot["private_dir"]),
@@ -42,6 +44,9 @@ def run(boot: dict[str, Any]) -> None:
     ).start()
     if boot["main_path"]:
         _load_main(boot["main_path"])
+    for number in _TERMINAL_SIGNALS:  # only now: the script may handle them, when it is itself
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
     module, _, function = boot["target"].partition(":")
     getattr(importlib.import_module(module), function)(**boot["kwargs"])
 

@@ -7,7 +7,7 @@ of them would leave the socket in the middle of a message, for good.
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 
@@ -36,14 +36,24 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def children_outlive_stop_signals() -> Iterator[None]:
-    """Processes that this thread starts meanwhile take neither SIGTERM nor SIGHUP.
+def children_outlive_sigterm() -> Iterator[None]:
+    """Processes that this thread starts meanwhile take no SIGTERM.
 
-    Service managers send SIGTERM to all processes of a service at once, shells to those of a job,
-    and a terminal that is closed sends SIGHUP to all of them; a server's core has to go on then
-    until the last answer is complete. It ends with its parent.
+    Service managers send it to all processes of a service at once, and shells to those of a job; a
+    server's core has to go on then until the last answer is complete. It ends with its parent.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    with children_begin_blocking({signal.SIGTERM}):
+        yield
+
+
+@contextlib.contextmanager
+def children_begin_blocking(numbers: Collection[int]) -> Iterator[None]:
+    """Processes that this thread starts meanwhile begin with these signals blocked.
+
+    The mask lives on in them, and in every thread that begins before they say otherwise. So such
+    a signal waits until they are ready for it, however early it comes.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.log import readable_lines
-from engine.transport.boot import BOOTSTRAP
+from engine.transport.boot import BLOCKED_AT_START, BOOTSTRAP
+from engine.transport.interrupts import children_begin_blocking
 from engine.types.interpreter import boot_line, command
 
 _LOG_LINES = 40
@@ -37,13 +38,14 @@ class SpawnedProcess:
     ) -> None:
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         self._forwarder: threading.Thread | None = None
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
-            command(BOOTSTRAP, name),
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_child_environment(),
-            pass_fds=pass_fds,
-        )
+        with children_begin_blocking(BLOCKED_AT_START):
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
+                command(BOOTSTRAP, name),
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_child_environment(),
+                pass_fds=pass_fds,
+            )
         boot = boot_line(private_dir=private_dir, main_path=main_path, target=target, kwargs=kwargs)
         try:
             forwarder = threading.Thread(target=self._forward_log, name=f"{name}-log", daemon=True)

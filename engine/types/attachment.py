@@ -25,6 +25,11 @@ class CoreAttachment(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the run that the core records into from the start."""
 
     @property
+    def title(self) -> str:
+        """What the frontend's process is called, in every life."""
+        return f"ApiServer_{self.client_index}"
+
+    @property
     def is_first(self) -> bool:
         """Whether the frontend says what all of them would: the first one, in its first life."""
         return self.client_index == 1 and self.life == 0

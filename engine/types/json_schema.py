@@ -8,10 +8,10 @@ was asked for.
 
 from collections.abc import Container, Iterator
 from typing import Any, Final
-from urllib.parse import unquote
 
 from engine.types.schema_disjoint import Disjointness
 from engine.types.schema_objects import hold_array, hold_object
+from engine.types.schema_references import is_local, pointed_at
 from engine.types.schema_shapes import Shapes
 from engine.types.schema_values import (
     KEYWORDS,
@@ -37,8 +37,6 @@ _SAYINGS: Final = _DEMANDS.union(_APPLICATORS, _UNENFORCED)
 _IGNORED: Final = ("minContains", "maxContains")
 """Keywords that say nothing alone, but which the grammar library takes notice of."""
 _MAX_PLACE: Final = 200
-_MAX_DIGITS: Final = 10
-"""Of an index in a reference."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 
 
@@ -284,26 +282,16 @@ class _Writer:
         return schema
 
     def _at(self, reference: str, path: str) -> Any:
-        if reference != "#" and not reference.startswith("#/"):
+        if not is_local(reference):
             raise SchemaError(
                 path, f"'$ref' must point into the schema itself (#/…), not to {reference[:80]!r}"
             )
         if reference in self._targets:
             return self._targets[reference]
-        target: Any = self._root
-        for part in unquote(reference).split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, dict) and key in target:
-                target = target[key]
-            elif (
-                isinstance(target, list)
-                and key.isdecimal()
-                and len(key) < _MAX_DIGITS
-                and int(key) < len(target)
-            ):
-                target = target[int(key)]
-            else:
-                raise SchemaError(path, f"'$ref' points to nothing: {reference[:80]!r}")
+        try:
+            target = pointed_at(self._root, reference)
+        except LookupError:
+            raise SchemaError(path, f"'$ref' points to nothing: {reference[:80]!r}") from None
         self._shapes.check(target, _place(reference))
         self._targets[reference] = target
         return target

@@ -47,7 +47,7 @@ def wrap(
     fence: Fence,
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
-    failed: Callable[[BaseException], Any] | None = None,
+    failed: Callable[..., Any] | None = None,
 ) -> bool:
     """Put functions around a method of a class or of an object; False where it has no such method.
 
@@ -60,7 +60,7 @@ def wrap(
         fence: through which our functions are called.
         before: gets the call's arguments.
         after: gets what `before` returned, the result, and the call's arguments.
-        failed: gets the error instead.
+        failed: gets the error instead, and the call's arguments.
     """
     original = getattr(owner, name, None)
     if not callable(original):
@@ -73,7 +73,7 @@ def wrap(
             result = original(*args, **kwargs)
         except BaseException as error:
             if failed is not None:
-                fence.call(failed, error)
+                fence.call(failed, error, *args, **kwargs)
             raise
         if after is not None:
             fence.call(after, state, result, *args, **kwargs)

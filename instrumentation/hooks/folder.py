@@ -17,15 +17,20 @@ def new_run_folder() -> Path:
     return Path(_DEFAULT_PARENT).absolute() / f"{stem}-{os.getpid()}"
 
 
+def folder_path() -> Path:
+    """The run's folder, which need not be there; the children of this process get the same one."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        path = os.environ[VARIABLE] = str(new_run_folder())
+    return Path(path).absolute()
+
+
 def hooks_folder() -> Path:
-    """The run's folder, made if need be; the children of this process get the same one.
+    """The run's folder, made if need be.
 
     Raises:
         OSError: it cannot be made.
     """
-    path = os.environ.get(VARIABLE)
-    if not path:
-        path = os.environ[VARIABLE] = str(new_run_folder())
-    folder = Path(path).absolute()
+    folder = folder_path()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

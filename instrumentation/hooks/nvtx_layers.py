@@ -1,7 +1,7 @@
 """The hook `nvtx-layers`: an NVTX range around the forward of every `torch.nn.Module`.
 
-Knows torch's global hooks and how modules are named. Does not know any model. Modules that a
-compiler has inlined have no forward of their own any more, and no range.
+Knows torch's global hooks and how modules are named. Does not know any model. What Dynamo compiles
+has no forward of its own any more, and no range: to its tracing, the hooks are empty.
 """
 
 from types import ModuleType
@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from instrumentation.hooks.fence import Fence
+from instrumentation.layer_ranges import ModuleRanges, is_traced
 from instrumentation.nvtx_ranges import choose_nvtx
 from instrumentation.ranges import Ranges
 
@@ -22,24 +23,31 @@ class GlobalLayerRanges:
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
+        self._open = ModuleRanges(ranges)
         self._handles: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._fence = Fence("nvtx-layers")
 
     def attach(self, module_of_hooks: Any) -> None:
         """Register with `torch.nn.modules.module`."""
-        module_of_hooks.register_module_forward_pre_hook(self._before)
-        # Also where the forward raises, so that ranges stay nested.
-        module_of_hooks.register_module_forward_hook(self._after, always_call=True)
 
-    def _before(self, module: Any, args: Any) -> None:
+        def before(module: Any, args: Any) -> None:
+            if not is_traced():
+                self._fence.call(self._enter, module)
+
+        def after(module: Any, args: Any, output: Any) -> None:
+            if not is_traced():
+                self._fence.call(self._open.leave, module)
+
+        module_of_hooks.register_module_forward_pre_hook(before)
+        # Also where the forward raises, so that ranges stay nested.
+        module_of_hooks.register_module_forward_hook(after, always_call=True)
+
+    def _enter(self, module: Any) -> None:
         handle = self._handles.get(module)
         if handle is None:
-            self._fence.call(self._learn, module)
-            handle = self._handles.get(module)
-        self._ranges.push(handle)
-
-    def _after(self, module: Any, args: Any, output: Any) -> None:
-        self._ranges.pop()
+            self._learn(module)
+            handle = self._handles[module]
+        self._open.enter(module, handle)
 
     def _learn(self, root: Any) -> None:
         name_of_root = type(root).__name__

@@ -2,7 +2,7 @@
 
 Knows how to tell a stall and how to have the stacks written: by py-spy, which sees native frames
 too, or by the interpreter itself where py-spy is missing or may not look. Does not know the
-program, save for the progress that another hook tells.
+program, save for an engine's progress where another hook tells it.
 """
 
 import faulthandler
@@ -15,8 +15,9 @@ from collections.abc import Hashable
 from pathlib import Path
 from types import ModuleType
 
-from instrumentation.hooks.folder import hooks_folder
-from instrumentation.hooks.progress import read_progress
+from instrumentation.hooks.folder import folder_path, hooks_folder
+from instrumentation.hooks.progress import StallNews, read_progress, tell_stall
+from instrumentation.hooks.registry import BUILTIN_HOOKS, GATE_VARIABLE, names_in
 
 VARIABLE = "ISINGLASS_HOOKS_STALL_S"
 _DEFAULT_STALL_S = 30.0
@@ -28,54 +29,75 @@ _PY_SPY_TIMEOUT_S = 30.0
 class StallWatch:
     """Looks at the process several times in the time that makes a stall.
 
-    Where a hook tells of an engine's progress, a stall is an engine that has work and makes no
-    step. Elsewhere it is a main thread that stays at one instruction of one frame, which a program
-    that waits for something does too. Each stall is dumped once, and a process a bounded number
-    of times.
+    Each stall is dumped once, and a process a bounded number of times.
 
     Args:
         stall_s: how long nothing must have moved.
+        follows_engine: a stall is an engine that has work and makes no step, in whichever process
+            of the run it is: what waits for it, or for requests, has not stalled. Else it is a main
+            thread that stays at one instruction of one frame, which a program that waits for
+            something does too.
         max_dumps: files in all.
     """
 
-    def __init__(self, *, stall_s: float, max_dumps: int = _MAX_DUMPS) -> None:
+    def __init__(
+        self, *, stall_s: float, follows_engine: bool, max_dumps: int = _MAX_DUMPS
+    ) -> None:
         self._stall_s = stall_s
+        self._follows_engine = follows_engine
         self._max_dumps = max_dumps
-        self._num_dumps = 0
         self._start_thread()
         os.register_at_fork(after_in_child=self._start_thread)
 
     def _start_thread(self) -> None:
+        self._num_dumps = 0
+        self._num_unchanged = 0
+        self._position: Hashable = None
+        self._news = StallNews(folder_path())
         threading.Thread(target=self._run, name="isinglass-stall-watch", daemon=True).start()
 
     def _run(self) -> None:
-        interval_s = self._stall_s / _CHECKS_PER_STALL
-        last: Hashable = None
-        num_unchanged = 0
         pause = threading.Event()
         while self._num_dumps < self._max_dumps:
-            pause.wait(interval_s)
-            now = _read_position()
-            num_unchanged = num_unchanged + 1 if now is not None and now == last else 0
-            last = now
-            if num_unchanged == _CHECKS_PER_STALL:
+            pause.wait(self._stall_s / _CHECKS_PER_STALL)
+            if self.look():
                 self._dump()
+
+    def look(self) -> bool:
+        """Whether there is a stall that was not there at the last look."""
+        if not self._follows_engine:
+            return self._is_stuck(_position_of_main_thread())
+        progress = read_progress()
+        if progress is None:
+            return self._news.is_new()
+        is_stalled = self._is_stuck(progress.num_moves if progress.is_busy else None)
+        if is_stalled:
+            try:
+                tell_stall(hooks_folder(), self._stall_s)
+            except OSError as error:
+                _say(f"other processes cannot be told of a stall: {error}")
+        return is_stalled
+
+    def _is_stuck(self, position: Hashable) -> bool:
+        """Whether a position, None for nothing to do, has been the same for just long enough."""
+        is_same = position is not None and position == self._position
+        self._position = position
+        self._num_unchanged = self._num_unchanged + 1 if is_same else 0
+        return self._num_unchanged == _CHECKS_PER_STALL
 
     def _dump(self) -> None:
         self._num_dumps += 1
+        what = "the engine has made no step" if self._follows_engine else "nothing has moved"
         try:
             name = f"stall.{os.getpid()}.{self._num_dumps}.txt"
             path = write_stacks(hooks_folder() / name)
-            _say(f"nothing has moved for {self._stall_s:g} s; stacks are in {path}")
+            _say(f"{what} for {self._stall_s:g} s; stacks are in {path}")
         except Exception as error:
             _say(f"the stacks cannot be written: {type(error).__name__}: {error}")
 
 
-def _read_position() -> Hashable:
-    """Something that changes as the program gets on, None while it has nothing to do."""
-    progress = read_progress()
-    if progress is not None:
-        return progress.num_moves if progress.is_busy else None
+def _position_of_main_thread() -> Hashable:
+    """Something that changes as the program gets on."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return (id(frame), frame.f_lasti) if frame is not None else None
 
@@ -136,4 +158,6 @@ def install(module: ModuleType) -> None:
         stall_s = 0.0
     if not 0 < stall_s < float("inf"):
         raise ValueError(f"{VARIABLE} is {text!r}; it must be a number of seconds above 0")
-    StallWatch(stall_s=stall_s)
+    hooks = [BUILTIN_HOOKS.get(name) for name in names_in(os.environ.get(GATE_VARIABLE, ""))]
+    follows_engine = any(hook is not None and hook.tells_progress for hook in hooks)
+    StallWatch(stall_s=stall_s, follows_engine=follows_engine)

@@ -34,14 +34,18 @@ class Hook(NamedTuple):
     """`builtin`, or the entry point that it comes from."""
     load: Callable[[], Install]
     """Import its code; the result is called with each target, once it is imported."""
+    tells_progress: bool = False
+    """Whether it knows an engine's progress (`progress`), for the hook that looks for stalls."""
 
 
-def _builtin(name: str, module: str, targets: tuple[str, ...], help: str) -> Hook:
+def _builtin(
+    name: str, module: str, targets: tuple[str, ...], help: str, *, tells_progress: bool = False
+) -> Hook:
     def load() -> Install:
         install: Install = import_module(f"instrumentation.hooks.{module}").install
         return install
 
-    return Hook(name, targets, help, "builtin", load)
+    return Hook(name, targets, help, "builtin", load, tells_progress)
 
 
 BUILTIN_HOOKS: dict[str, Hook] = {
@@ -68,7 +72,7 @@ BUILTIN_HOOKS: dict[str, Hook] = {
         _builtin(
             "torch-profiler",
             "torch_profiler",
-            ("torch",),
+            (AT_START, "torch"),
             "profile for some seconds after a delay, or on a signal, into a Chrome trace",
         ),
         _builtin(
@@ -76,9 +80,15 @@ BUILTIN_HOOKS: dict[str, Hook] = {
             "vllm_engine",
             ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"),
             "journal the steps, phases and requests of a vLLM engine",
+            tells_progress=True,
         ),
     )
 }
+
+
+def names_in(gate: str) -> list[str]:
+    """The hooks that the gate's variable names, each once."""
+    return list(dict.fromkeys(name.strip() for name in gate.split(",") if name.strip()))
 
 
 def _entry_points() -> list["EntryPoint"]:

@@ -1,7 +1,8 @@
 """The hook `torch-profiler`: profile for some seconds, after a delay or on SIGUSR1.
 
 Knows torch's profiler and the environment's settings. Does not know the program. The profiler runs
-on a thread of its own and sees the operators of all threads.
+on a thread of its own and sees the operators of all threads. The signal is taken at start: it must
+not end a program that has not imported torch yet, or imports it in another thread.
 """
 
 import atexit
@@ -10,7 +11,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from instrumentation.hooks.folder import hooks_folder
@@ -53,24 +54,34 @@ def _seconds(name: str) -> float | None:
     return value
 
 
+class Request:
+    """Whether a profile is asked for, perhaps before there is a profiler; a fork begins anew."""
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.wanted = threading.Event()
+
+
 class TimedProfiler:
     """Profiles one stretch of time after another, each into a file of its own.
 
-    A call to `ask` while one is under way does nothing.
+    Args:
+        torch: the module.
+        plan: when to profile.
+        request: asks for a profile; while one is under way that does nothing.
     """
 
-    def __init__(self, torch: Any, plan: Plan) -> None:
+    def __init__(self, torch: Any, plan: Plan, request: Request) -> None:
         self._torch = torch
         self._plan = plan
-        self._wanted = threading.Event()
+        self._request = request
         self._ending = threading.Event()
         self._start_thread(plan.delay_s)
         os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self._end)
-
-    def ask(self) -> None:
-        """Have a profile begin; only sets a flag, so that a signal's handler may call it."""
-        self._wanted.set()
 
     def _start_thread(self, delay_s: float | None) -> None:
         self._thread = threading.Thread(
@@ -79,18 +90,17 @@ class TimedProfiler:
         self._thread.start()
 
     def _after_fork(self) -> None:
-        self._wanted = threading.Event()
         self._ending = threading.Event()
         self._start_thread(self._plan.delay_s)
 
     def _end(self) -> None:
         """Let a profile that is under way end early, and be written."""
         self._ending.set()
-        self._wanted.set()
+        self._request.wanted.set()
         self._thread.join(_EXPORT_TIMEOUT_S)
 
     def _run(self, delay_s: float | None) -> None:
-        self._wanted.wait(delay_s)
+        self._request.wanted.wait(delay_s)
         while not self._ending.is_set():
             try:
                 path = self._profile()
@@ -99,8 +109,8 @@ class TimedProfiler:
                 _say(f"the profile failed: {type(error).__name__}: {error}")
             if self._ending.is_set():
                 return
-            self._wanted.clear()
-            self._wanted.wait()
+            self._request.wanted.clear()
+            self._request.wanted.wait()
 
     def _profile(self) -> Path:
         import torch.profiler as profiler
@@ -146,17 +156,19 @@ def _say(text: str) -> None:
         sys.stderr.write(f"isinglass hooks: torch-profiler: {text}\n")
 
 
+_request = Request()
+
+
 def install(module: ModuleType) -> None:
-    """Plan the profiles of this process; the signal is taken only where nobody handles it.
+    """At start, take the signal, unless somebody handles it; with torch, plan the profiles.
 
     Raises:
         ValueError: a setting of the environment is out of range.
     """
-    profiler = TimedProfiler(module, read_plan())
+    plan = read_plan()
+    if module is not sys:
+        TimedProfiler(module, plan, _request)
+        return
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            profiler.ask()
-
-        signal.signal(signal.SIGUSR1, handle)
+        signal.signal(signal.SIGUSR1, lambda number, frame: _request.wanted.set())

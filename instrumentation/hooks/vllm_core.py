@@ -77,6 +77,8 @@ class CoreObserver:
         self._preempted: list[Preemption] = []
         self._waiting: Span | None = None
         """The phase `wait`, while it is open."""
+        self._failed_step: int | None = None
+        """Which step has failed, -1 for none that was planned; None where it is the oldest."""
 
     def attach(self, times: StartupTimes) -> None:
         """Put ourselves around the methods that a step goes through."""
@@ -88,6 +90,7 @@ class CoreObserver:
             fence=fence,
             before=self._before_schedule,
             after=self._after_schedule,
+            failed=self._schedule_failed,
         )
         wrap(
             scheduler,
@@ -95,6 +98,7 @@ class CoreObserver:
             fence=fence,
             before=self._before_update,
             after=self._after_update,
+            failed=self._update_failed,
         )
         wrap(scheduler, "add_request", fence=fence, before=self._requests.add)
         wrap(scheduler, "finish_requests", fence=fence, after=self._after_finish_requests)
@@ -106,6 +110,7 @@ class CoreObserver:
                 fence=fence,
                 before=self._before_execute,
                 after=self._after_execute,
+                failed=self._execute_failed,
             )
         wrap(
             core,
@@ -150,6 +155,10 @@ class CoreObserver:
         self._waiting = self._obs.wait
         self._waiting.__enter__()
 
+    def _execute_failed(self, *args: Any, **kwargs: Any) -> None:
+        self._obs.execute.__exit__(None, None, None)
+        self._failed_step = max(self._records, default=-1)  # what is handed over is the newest
+
     def _close_wait(self) -> None:
         if self._waiting is not None:
             self._waiting.__exit__(None, None, None)
@@ -163,11 +172,21 @@ class CoreObserver:
         self._obs.publish.__exit__(None, None, None)
 
     def _step_failed(self, error: BaseException) -> None:
-        if isinstance(error, Exception):
-            detail = f"{type(error).__name__}: {error}"
-            self._obs.event(Event.STEP_FAILED, detail=detail)
-            self._obs.dump_flight(FlightReason.CRASH, detail)
-            self._obs.flush()
+        """Write down the steps that were under way, and the last ones before."""
+        self._close_wait()
+        failed, self._failed_step = self._failed_step, None
+        if not isinstance(error, Exception):
+            return
+        if failed is None:  # the one whose result was waited for, or taken in
+            failed = min(self._records, default=-1)
+        end_ns = _now_ns()
+        for record in self._records.values():
+            self._close(record, end_ns)
+        self._records.clear()
+        detail = f"{type(error).__name__}: {error}"
+        self._obs.event(Event.STEP_FAILED, detail=detail)
+        self._obs.dump_flight(FlightReason.CRASH, detail, step=failed)
+        self._obs.flush()
 
     def _shutdown(self) -> None:
         self._obs.close()
@@ -187,6 +206,10 @@ class CoreObserver:
         # The workers learn number and label with the plan itself, wherever they are.
         setattr(output, STEP_ATTRIBUTE, (record.step, *record.label))
         self._step += 1
+
+    def _schedule_failed(self, *args: Any, **kwargs: Any) -> None:
+        self._obs.schedule.__exit__(None, None, None)
+        self._failed_step = -1
 
     def _record(self, begin_ns: int, output: Any) -> StepRecord:
         scheduler = self._scheduler
@@ -264,15 +287,21 @@ class CoreObserver:
         outcome = self._requests.apply(result, end_ns=end_ns)
         if record is None:
             return
-        record.end_ns = end_ns
         record.first_tokens = tuple(outcome.first_tokens)
         record.finished = tuple(outcome.finished)
         record.num_sampled_tokens = outcome.num_tokens
-        record.num_blocks_used_at_end, record.num_blocks_cached_free_at_end, _ = self._pool.counts()
         self._num_updated += 1
-        self._obs.step(record)
+        self._close(record, end_ns)
         for timeline in outcome.ended:
             self._obs.request(timeline)
+
+    def _update_failed(self, error: BaseException, output: Any, *args: Any, **kwargs: Any) -> None:
+        self._obs.update.__exit__(None, None, None)
+
+    def _close(self, record: StepRecord, end_ns: int) -> None:
+        record.end_ns = end_ns
+        record.num_blocks_used_at_end, record.num_blocks_cached_free_at_end, _ = self._pool.counts()
+        self._obs.step(record)
 
     def _after_finish_requests(self, begin: None, result: Any, *args: Any, **kwargs: Any) -> None:
         for request in result:

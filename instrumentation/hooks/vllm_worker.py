@@ -11,6 +11,7 @@ from instrumentation.api import Instrument, Span
 from instrumentation.hooks.fence import Fence, wrap
 from instrumentation.hooks.recording import existing_instrument, process_instrument
 from instrumentation.labels import StepLabel
+from instrumentation.layer_ranges import is_traced
 from instrumentation.names import Phase, Role, ThreadName
 from instrumentation.step_records import WorkerStepRecord
 
@@ -64,9 +65,17 @@ def observe_workers(worker_class: Any, fence: Fence) -> None:
         if observer is not None:
             observer.end()
 
+    def failed(error: BaseException, worker: Any, *args: Any, **kwargs: Any) -> None:
+        after_sample(None, None, worker)
+
     is_known = wrap(
-        worker_class, "execute_model", fence=fence, before=begin, after=after_execute
-    ) and wrap(worker_class, "sample_tokens", fence=fence, after=after_sample)
+        worker_class,
+        "execute_model",
+        fence=fence,
+        before=begin,
+        after=after_execute,
+        failed=failed,
+    ) and wrap(worker_class, "sample_tokens", fence=fence, after=after_sample, failed=failed)
     if not is_known:
         raise AttributeError(
             "vLLM's Worker has no execute_model or no sample_tokens; the hook knows vLLM 0.32"
@@ -115,9 +124,18 @@ class WorkerObserver:
         model = runner.get_model()
         self._watch(model, "compute_logits", Phase.LOGITS, fence)
         if "_model_forward" not in seen:
-            # Graphs that are replayed as a whole do not come through here.
-            model.register_forward_pre_hook(lambda *args: fence.call(self._enter, Phase.FORWARD))
-            model.register_forward_hook(lambda *args: fence.call(self._leave), always_call=True)
+            # Graphs that are replayed as a whole, or compiled with this model's call, do not come
+            # through here.
+            def before(*args: Any) -> None:
+                if not is_traced():
+                    fence.call(self._enter, Phase.FORWARD)
+
+            def after(*args: Any) -> None:
+                if not is_traced():
+                    fence.call(self._leave)
+
+            model.register_forward_pre_hook(before)
+            model.register_forward_hook(after, always_call=True)
 
     def _watch(self, owner: Any, name: str, phase: Phase, fence: Fence) -> bool:
         return wrap(
@@ -126,7 +144,7 @@ class WorkerObserver:
             fence=fence,
             before=lambda *args, **kwargs: self._enter(phase),
             after=lambda *args, **kwargs: self._leave(),
-            failed=lambda error: self._leave(),
+            failed=lambda *args, **kwargs: self._leave(),
         )
 
     def _enter(self, phase: Phase) -> None:

@@ -43,15 +43,25 @@ def generate(llm, num_tokens=5):
 class Script:
     """A running script, in a process group of its own."""
 
-    def __init__(self, body: str, *, model: Path, folder: Path, by_stdin: bool = False) -> None:
-        text = START.format(model=str(model)) + body
-        path = folder / "script.py"
-        path.write_text(text)
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    def __init__(
+        self,
+        body: str,
+        *,
+        model: Path,
+        folder: Path,
+        by_stdin: bool = False,
+        modules: Path | None = None,
+        before: str = "",
+    ) -> None:
+        text = before + START.format(model=str(model)) + body
+        file = folder / "script.py"
+        file.write_text(text)
+        path = os.pathsep.join(map(str, [ROOT, *([modules] if modules else [])]))
+        environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)}
         self.folder = folder
         self.core_pid = 0
         self.process = subprocess.Popen(
-            [sys.executable, "-"] if by_stdin else [sys.executable, str(path)],
+            [sys.executable, "-"] if by_stdin else [sys.executable, str(file)],
             stdin=subprocess.PIPE if by_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -110,11 +120,25 @@ class Script:
 
 
 @contextmanager
-def script(body: str, *, model: Path, by_stdin: bool = False) -> Iterator[Script]:
-    """Run a script in a new folder; both are gone afterwards."""
+def script(
+    body: str,
+    *,
+    model: Path,
+    by_stdin: bool = False,
+    modules: Path | None = None,
+    before: str = "",
+) -> Iterator[Script]:
+    """Run a script in a new folder; both are gone afterwards.
+
+    Args:
+        modules: a folder of modules that it finds besides ours.
+        before: what stands in front of all else, imports for example.
+    """
     # Not pytest's own folder: the path of a socket has room for 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="script-"))
-    running = Script(body, model=model, folder=folder, by_stdin=by_stdin)
+    running = Script(
+        body, model=model, folder=folder, by_stdin=by_stdin, modules=modules, before=before
+    )
     try:
         yield running
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from instrumentation import Event
+from instrumentation.hooks.registry import BUILTIN_HOOKS
 from tests.waiting import PATIENCE_S, wait_until
 from traces.journal_reader import read_run
 
@@ -331,6 +332,30 @@ def test_list_shows_every_hook(run: Run, tmp_path: Path, tell_hook: str) -> None
     assert "tell | import json | entry point user_hooks:tell" in table
 
 
+def test_a_list_that_is_not_for_a_terminal_has_one_line_a_hook(run: Run) -> None:
+    done = run("-c", MAIN, "hooks", "list", PYTHONPATH=str(ROOT), COLUMNS="40")
+    lines = done.stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == sorted(BUILTIN_HOOKS)
+    assert "import vllm.v1.engine.core, import vllm.v1.worker.gpu_worker" in lines[-1]
+    for line in lines:
+        assert BUILTIN_HOOKS[line.split()[0]].help in line
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_names_stay_whole_on_a_terminal(run: Run, width: int) -> None:
+    done = run(
+        *("-c", MAIN, "hooks", "list"),
+        PYTHONPATH=str(ROOT),
+        COLUMNS=str(width),
+        FORCE_COLOR="1",
+    )
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).splitlines()
+    assert max(map(len, lines)) <= width
+    assert {"py-spy-dump-on-stall", "vllm.v1.engine.core,", "vllm.v1.worker.gpu_worker"} <= {
+        word for line in lines for word in line.split()
+    }
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_run_passes_arguments_and_exit_code(run: Run, tmp_path: Path, order: str) -> None:
     (tmp_path / "script.py").write_text(
@@ -411,6 +436,47 @@ def test_a_stall_is_dumped_once(run: Run, tmp_path: Path) -> None:
     assert f"stacks are in {file}" in done.stderr
 
 
+def test_waiting_for_an_engine_uses_up_no_dumps(run: Run, tmp_path: Path) -> None:
+    """Beside the vllm hook, only the engine's stall is one, and then in every process."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import glob, os, subprocess, sys, time
+
+            def wait_for_dumps(number):
+                deadline = time.monotonic() + 60
+                while len(glob.glob("hooks/stall.*")) < number and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                print(len(glob.glob("hooks/stall.*")), flush=True)
+
+            if len(sys.argv) == 1:
+                child = subprocess.Popen([sys.executable, __file__, "core"], stdin=subprocess.PIPE)
+                time.sleep(4)  # eight times what makes a stall
+                print(len(glob.glob("hooks/stall.*")), flush=True)
+                child.stdin.write(b"!")
+                child.stdin.flush()
+                wait_for_dumps(2)
+                child.communicate()
+            else:
+                from instrumentation.hooks.progress import Progress, set_probe
+                is_busy = False
+                set_probe(lambda: Progress(is_busy, 7))
+                os.read(0, 1)
+                is_busy = True
+                os.read(0, 1)
+            """
+        )
+    )
+    done = run(
+        str(script), ISINGLASS_HOOKS="vllm,py-spy-dump-on-stall", ISINGLASS_HOOKS_STALL_S="0.5"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "2"]
+    files = [file.name.split(".") for file in (tmp_path / "hooks").glob("stall.*")]
+    assert len({pid for _, pid, *_ in files}) == 2
+
+
 @pytest.mark.slow
 def test_a_profile_can_be_asked_for_twice(environment: dict[str, str], tmp_path: Path) -> None:
     """After the delay, and again by the signal; threads other than the main one are seen."""
@@ -464,6 +530,30 @@ def test_a_profile_can_be_asked_for_twice(environment: dict[str, str], tmp_path:
             events = json.load(stream)["traceEvents"]
         operators = {event["tid"] for event in events if event.get("name") == "aten::mm"}
         assert thread_id in operators
+
+
+@pytest.mark.slow
+def test_a_profile_that_is_asked_for_before_torch_is_there_waits(run: Run, tmp_path: Path) -> None:
+    """The signal ends no program that has not imported torch, and none that does so in a thread."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, threading, time\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "def work():\n"
+        "    import torch\n"
+        "    a = torch.ones(8, 8)\n"
+        "    while not os.path.isdir('hooks') or not any(\n"
+        "        name.startswith('torch.rank') for name in os.listdir('hooks')\n"
+        "    ):\n"
+        "        a @ a\n"
+        "        time.sleep(0.005)\n"
+        "thread = threading.Thread(target=work)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+    )
+    done = run(str(script), ISINGLASS_HOOKS="torch-profiler", ISINGLASS_HOOKS_PROFILE_S="0.2")
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "hooks").glob("torch.rank0.*"))) == 1
 
 
 def wait_for_files(folder: Path, pattern: str, number: int) -> list[Path]:

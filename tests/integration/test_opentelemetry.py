@@ -19,7 +19,7 @@ import torch
 
 from engine import LLM, EngineDeadError, PromptError, SamplingParams, SamplingParamsError
 from instrumentation import StepRecord, format_step_label
-from instrumentation.metric_types import Counter, Histogram
+from instrumentation.metric_types import Counter, Gauge, Histogram
 from instrumentation.names import PHASES, STARTUP_PHASES
 from tests.integration.conftest import SMALL
 from tests.integration.otlp_receiver import (
@@ -33,6 +33,7 @@ from tests.integration.reference import random_prompts
 from tests.integration.scripts import ROOT
 from tests.tiny_models import VOCAB_SIZE
 from tests.waiting import PATIENCE_S
+from traces.journal_reader import read_run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
 TRACE_A, TRACE_B = "0af7651916cd43dd8448eb211c80319c", "1bf7651916cd43dd8448eb211c80319d"
@@ -425,7 +426,9 @@ def test_steps_are_sampled_independently_of_requests(
 # -- the real core, HTTP, metrics ------------------------------------------------------------------
 
 
-def test_over_http_from_a_spawned_core(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_http_from_a_spawned_core(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=fish")
@@ -433,8 +436,9 @@ def test_over_http_from_a_spawned_core(tiny_llama: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("OTEL_SERVICE_NAME", "glue")
     with with_http() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        with engine(tiny_llama, None, enable_multiprocessing=True) as llm:
+        with engine(tiny_llama, None, enable_multiprocessing=True, trace_dir=tmp_path) as llm:
             llm.generate(prompts_of(12), GREEDY, use_tqdm=False)
+            metrics = llm.get_metrics()
             llm.llm_engine.tracer.telemetry.self_test.join()  # type: ignore[attr-defined]
         assert llm.llm_engine.tracer.num_errors == 0
         assert receiver.encodings == {"gzip"}
@@ -448,8 +452,18 @@ def test_over_http_from_a_spawned_core(tiny_llama: Path, monkeypatch: pytest.Mon
         by_name = {phase.label: role.value for phase, (role, _) in STARTUP_PHASES.items()}
         assert {role for role, _ in roles} == {"caller", "core"}
         assert all(by_name[name] == role for role, name in roles)
-        assert {"spawn", "wait_ready", "import", "load_model", "warmup"} <= {n for _, n in roles}
         covered(startup, phases)  # all lie within
+        # The recording, the metrics and the spans tell of the same phases and times.
+        assert llm.run_dir is not None
+        recorded = read_run(llm.run_dir).startups
+        in_journal = {one.phase.label: one.end_ns - one.begin_ns for one in recorded}
+        assert set(in_journal) == set(by_name)
+        assert {one.name: one.end_ns - one.begin_ns for one in phases} == in_journal
+        assert {
+            metric.labels["phase"]: round(metric.value * 1e9)
+            for metric in metrics
+            if isinstance(metric, Gauge) and metric.name == "isinglass_startup_phase_seconds"
+        } == in_journal
         assert "isinglass_requests_finished_total" in receiver.last_metrics()
 
 

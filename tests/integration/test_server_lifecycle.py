@@ -114,10 +114,11 @@ def ask(server: ServerProcess) -> httpx.Response:
     )
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 def test_running_requests_end_and_new_ones_are_refused(
-    text_llama: Path, private_temporary_folder: Path, tmp_path: Path
+    text_llama: Path, private_temporary_folder: Path, tmp_path: Path, number: int
 ) -> None:
-    """SIGTERM to the whole group, as service managers send it: the core must not take it."""
+    """To the whole group, as service managers and terminals do: the core must not take it."""
     with running(text_llama, "--trace-dir", str(tmp_path / "runs")) as server:
         pids = server.children()
         client = Client(server, max_tokens=1500).wait_for_tokens()
@@ -127,7 +128,7 @@ def test_running_requests_end_and_new_ones_are_refused(
         watcher.start()  # a page that is looked at must not hold the end up
         with contextlib.suppress(httpx.HTTPError):
             httpx.get(f"{server.url}/health", timeout=PATIENCE_S)
-        os.killpg(server.process.pid, signal.SIGTERM)
+        os.killpg(server.process.pid, number)
         wait_until(lambda: server.health() == 503, "it is still healthy")
         refused = ask(server)
         assert refused.status_code == 503

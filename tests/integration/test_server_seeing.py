@@ -21,7 +21,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from engine.checkpoint.locate import embedded_model_path
-from instrumentation.metric_info import METRICS
+from instrumentation.metric_info import METRICS, AfterDeath, MetricKind
 from instrumentation.vllm_names import SAME_VALUES
 from tests.integration.otlp_receiver import (
     OtlpReceiver,
@@ -515,11 +515,13 @@ def frozen(pid: int) -> Iterator[None]:
 
 
 def test_metrics_are_there_before_the_engine_and_after_it(model_flags: tuple[str, ...]) -> None:
-    with ServerProcess(*model_flags, "--keep-alive-on-engine-death", wait=False) as server:
+    flags = (*model_flags, "--keep-alive-on-engine-death", "--metrics-compat", "vllm")
+    with ServerProcess(*flags, wait=False) as server:
         wait_until(server.health)
         early = scrape(server)
         assert total(early, "isinglass_engine_up") == 0
         assert total(early, "isinglass_http_requests_arrived_total") >= 2
+        assert not [name for name, _ in early if name.startswith("vllm:")]
         server.wait_healthy()
         assert complete(server, headers={}, model=None).status_code == 200
         with frozen(core_of(server)):  # what hangs must not take the views along
@@ -530,6 +532,16 @@ def test_metrics_are_there_before_the_engine_and_after_it(model_flags: tuple[str
         late = scrape(server)
         assert total(late, "isinglass_engine_up") == 0
         assert total(late, "isinglass_generation_tokens_total") == 6
+        for name in ("vllm:generation_tokens_total", "isinglass_sampled_tokens_total"):
+            assert total(late, name) == 6
+        for name, info in METRICS.items():  # see `after_death`
+            if info.kind is MetricKind.GAUGE and info.after_death is AfterDeath.RESET:
+                num_free = total(late, name, state="free") if name == "isinglass_kv_blocks" else 0
+                assert total(late, name) == num_free
+        assert total(late, "isinglass_kv_blocks", state="free") > 0
+        assert total(late, "isinglass_memory_bytes") > 0
+        assert total(late, "isinglass_telemetry_errors_total") == 0
+        assert "Traceback" not in server.log()
         refused = complete(server, headers={"x-request-id": "late"}, model=None)
         assert refused.status_code == 503
         samples = scrape(server)

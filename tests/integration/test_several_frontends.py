@@ -264,7 +264,8 @@ def test_a_recording_has_the_requests_of_all_frontends(server: ServerProcess) ->
     numbers = [step.step for step in run.steps]
     assert len(numbers) == len(set(numbers)) > 5 * len(names) // 2
     drawn = write_perfetto(begun["run_dir"]).read_bytes()
-    assert all(name.encode() in drawn for name in names)
+    assert all(name.encode() in drawn for name in (*names, "ApiServer_1", "ApiServer_2"))
+    assert b"Caller" not in drawn
     assert summarize(begun["run_dir"]).requests.count == len(names)
 
 
@@ -300,6 +301,8 @@ def test_a_replacement_records_where_the_others_do(server: ServerProcess) -> Non
     assert ask("stop_trace").json() == begun
     run = read_run(begun["run_dir"])
     assert {one.request_id for one in run.timelines} == names
+    (title,) = (one.header.title for one in run.processes if one.header.pid == pid)
+    assert re.fullmatch(r"ApiServer_2 \(life \d\)", title)
     # Nothing is being recorded any more: another one finds nothing to join.
     pid = replace_second()
     wait_until(second_serves, "it does not serve")

@@ -1,6 +1,8 @@
 """Any text, cut anyhow: streamed and whole answers are the same, and calls survive a round trip."""
 
 import json
+import keyword
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,14 +44,14 @@ JSON = st.recursive(
                       max_size=3),
     max_leaves=8,
 )  # fmt: skip
-KEYS = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(
-    lambda key: not _is_keyword(key)
-)
+KEYS = st.sampled_from(keyword.kwlist) | st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
 CALLS = st.lists(
     st.tuples(st.sampled_from(NAMES), st.dictionaries(KEYS, JSON, max_size=3)),
     min_size=1,
     max_size=3,
 )
+ESCAPE = re.compile(r"\\(.)")
+LINE_ENDS = {"n": "\n", "r": "\r"}
 MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -57,12 +59,6 @@ def parse_all(parser: ChatOutputParser, texts: Iterable[str]) -> ChatOutput:
     """The answer of a text that comes in parts."""
     pieces = [piece for text in texts for piece in parser.feed(text)]
     return gather([*pieces, *parser.finish()])
-
-
-def _is_keyword(name: str) -> bool:
-    import keyword
-
-    return keyword.iskeyword(name)
 
 
 def new_parser(name: str | None, reasoning: str | None, *, is_open: bool) -> ChatOutputParser:
@@ -171,7 +167,10 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def python_call(function: str, arguments: dict[str, Any]) -> str:
-    return f"{function}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+    """A call as models write it, who may leave line ends as they are."""
+    written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    written = ESCAPE.sub(lambda escape: LINE_ENDS.get(escape[1], escape[0]), written)
+    return f"{function}({written})"
 
 
 def xml_call(function: str, arguments: dict[str, Any]) -> str:

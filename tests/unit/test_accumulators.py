@@ -26,7 +26,7 @@ from instrumentation import (
     request_metrics,
     step_metrics,
 )
-from instrumentation.accumulators import CounterFamily, GaugeFamily, HistogramFamily
+from instrumentation.accumulators import CounterFamily, GaugeFamily, HistogramFamily, bound_text
 from instrumentation.metric_info import (
     METRICS,
     PREFIX,
@@ -118,7 +118,7 @@ def test_histogram_against_counting_by_hand(info: MetricInfo) -> None:
     ordered = sorted(values)
     for bound in info.buckets:
         expected = bisect.bisect_right(ordered, from_base(bound))
-        assert histogram.buckets[repr(bound)] == expected
+        assert histogram.buckets[bound_text(bound)] == expected
     assert list(histogram.buckets)[-1] == "+Inf"
     assert histogram.buckets["+Inf"] == len(values)
 

@@ -5,74 +5,13 @@ import pytest
 import torch
 
 from engine.attention import cpu
-from engine.attention.base import AttentionShape, BatchLayout
+from engine.attention.base import AttentionShape
 from engine.attention.forward_context import forward_context, get_forward_context
 from engine.attention.registry import attention_backend_names, select_backend
 from engine.errors import ConfigError
+from tests.support.attention_batches import CPU, assert_equals_reference, make_layout
 
 pytestmark = pytest.mark.usefixtures("several_threads")
-
-CPU = torch.device("cpu")
-NUM_SPARE_BLOCKS = 5
-
-
-def make_layout(
-    query_lens: list[int], seq_lens: list[int], block_size: int, generator: np.random.Generator
-) -> tuple[BatchLayout, int]:
-    """A batch whose requests own shuffled blocks; unused table entries point nowhere."""
-    counts = [-(-length // block_size) for length in seq_lens]
-    num_blocks = sum(counts) + NUM_SPARE_BLOCKS
-    free = generator.permutation(num_blocks).tolist()
-    table = np.full((len(seq_lens), max(counts) + 1), 10**6, np.int32)
-    slots = []
-    for row, count in enumerate(counts):
-        for column in range(count):
-            table[row, column] = free.pop()
-        for position in range(seq_lens[row] - query_lens[row], seq_lens[row]):
-            slots.append(int(table[row, position // block_size]) * block_size)
-            slots[-1] += position % block_size
-    layout = BatchLayout(
-        query_start_loc=np.cumsum([0, *query_lens]).astype(np.int32),
-        seq_lens=np.array(seq_lens, np.int32),
-        block_table=table,
-        slot_mapping=np.array(slots, np.int64),
-        block_size=block_size,
-    )
-    return layout, num_blocks
-
-
-def compare(
-    layout: BatchLayout, num_blocks: int, shape: AttentionShape, dtype: torch.dtype, seed: int
-) -> None:
-    """Both backends, same cache contents and queries: same outputs, same cache afterwards."""
-    generator = torch.Generator().manual_seed(seed)
-    size, num_tokens = layout.block_size, int(layout.query_start_loc[-1])
-    qkv_size = shape.query_size + 2 * shape.kv_size
-    qkv = torch.randn(num_tokens, qkv_size, generator=generator).to(dtype)
-    content = torch.randn(num_blocks, size, 2 * shape.kv_size, generator=generator).to(dtype)
-    # What no request owns must not be read, not even under a mask.
-    owned = {
-        int(block)
-        for row, length in enumerate(layout.seq_lens)
-        for block in layout.block_table[row, : -(-length // size)]
-    }
-    content[[block for block in range(num_blocks) if block not in owned]] = float("nan")
-    outputs, caches = [], []
-    for name in ("torch_reference", "cpu"):
-        backend = select_backend(name, CPU)
-        cache = content.clone().view(
-            backend.kv_cache_shape(num_blocks, size, shape.num_kv_heads, shape.head_dim)
-        )
-        metadata = backend.build_metadata(layout, CPU)
-        outputs.append(backend.forward(qkv.clone(), cache, metadata, shape))
-        caches.append(cache.flatten())
-    assert outputs[0].shape == outputs[1].shape == (num_tokens, shape.query_size)
-    assert outputs[1].is_contiguous()
-    assert outputs[1].dtype == dtype
-    # bfloat16 keeps 8 bits: outputs of size 1 to 3 differ by up to a unit or two in the last.
-    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(caches[1], caches[0], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,7 +36,7 @@ def test_cpu_equals_reference_on_random_batches(
         shape = AttentionShape(kv_heads * group_size, kv_heads, head_dim, 0.2, window)
         block_size = int(generator.choice([1, 4, 16]))
         layout, num_blocks = make_layout(query_lens, seq_lens, block_size, generator)
-        compare(layout, num_blocks, shape, dtype, seed)
+        assert_equals_reference("cpu", layout, num_blocks, shape, dtype, seed=seed)
 
 
 def test_one_step_serves_layers_of_several_windows() -> None:
@@ -160,7 +99,8 @@ def test_neighbouring_blocks_are_not_copied(window: int | None) -> None:
     assert isinstance(plan.decode_groups[0].blocks, slice)
     assert isinstance(plan.chunks[0].blocks, slice)
     assert plan.decode_groups[0].mask is None
-    compare(layout, num_blocks, AttentionShape(4, 2, 16, 0.3, window), torch.float32, 1)
+    shape = AttentionShape(4, 2, 16, 0.3, window)
+    assert_equals_reference("cpu", layout, num_blocks, shape, torch.float32, seed=1)
 
 
 def test_unknown_backend_lists_the_known_ones() -> None:

@@ -118,6 +118,11 @@ def test_context_limit_with_rope_scaling(
         (LLAMA | {"model_type": "mistral", "sliding_window": 50}, (50,) * 4),
         (LLAMA | {"model_type": "mistral", "sliding_window": None}, (None,) * 4),
         (LLAMA | {"model_type": "mistral"}, (4096,) * 4),
+        (LLAMA | {"model_type": "mistral", "use_sliding_window": False}, (4096,) * 4),
+        # Llama's class has no window, whatever the file says, and nor has one that uses it.
+        (LLAMA | {"sliding_window": 50}, (None,) * 4),
+        (LLAMA | {"sliding_window": 50, "layer_types": ["sliding_attention"] * 4}, (None,) * 4),
+        (LLAMA | {"model_type": "exaone", "sliding_window": 50}, (None,) * 4),
     ],
 )
 def test_windows(config: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
@@ -136,6 +141,16 @@ def test_biases_follow_the_family(tmp_path: Path) -> None:
     assert qwen3.qk_norm
     assert qwen3.head_dim == 128
     assert not qwen3.attention_bias
+    both = {"attention_bias": True, "mlp_bias": True}
+    mistral = read(tmp_path, LLAMA | {"model_type": "mistral"} | both)
+    assert (mistral.attention_bias, mistral.attention_output_bias) == (False, False)
+    assert not mistral.mlp_bias
+    qwen2 = read(tmp_path, QWEN2 | {"attention_bias": False, "mlp_bias": True})
+    assert (qwen2.attention_bias, qwen2.attention_output_bias) == (True, False)
+    assert not qwen2.mlp_bias
+    qwen3 = read(tmp_path, LLAMA | {"model_type": "qwen3"} | both)
+    assert (qwen3.attention_bias, qwen3.attention_output_bias) == (True, True)
+    assert not qwen3.mlp_bias
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers"])
@@ -174,7 +189,10 @@ def test_wrong_kinds_of_values_are_named_with_their_file(
         ({"rope_scaling": {"rope_type": "divisors"}}, "rope_type must be"),
         ({"num_hidden_layers": 10**9}, "at most 65536"),
         ({"intermediate_size": [64, "x"]}, "intermediate_size must be"),
-        ({"sliding_window": 5, "layer_types": ["x"]}, "layer_types has 1 entries for 4 layers"),
+        (
+            {"model_type": "mistral", "sliding_window": 5, "layer_types": ["x"]},
+            "layer_types has 1 entries for 4 layers",
+        ),
     ],
 )
 def test_values_that_no_model_can_have_are_named(
@@ -211,6 +229,10 @@ def test_unreadable_and_unsupported_configurations(tmp_path: Path) -> None:
         read(tmp_path, LLAMA | {"architectures": []})
     with pytest.raises(UnsupportedModelError, match="awq"):
         read(tmp_path, LLAMA | {"quantization_config": {"quant_method": "awq"}})
+    mamba = {key: value for key, value in LLAMA.items() if not key.endswith("_heads")}
+    mamba |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
+    with pytest.raises(UnsupportedModelError, match=r"MambaForCausalLM.*state-space"):
+        read(tmp_path, mamba)
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         read(tmp_path, LLAMA | {"is_encoder_decoder": True})
     with pytest.raises(UnsupportedModelError, match="text_config"):

@@ -76,21 +76,22 @@ def write_gguf(
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"),
+    ("family", "overrides", "settings"),
     [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"attention_bias": True}),
-        ("qwen2", {}),
-        ("qwen3", {}),
+        ("llama", {}, {}),
+        ("llama", {"tie_word_embeddings": True}, {}),
+        ("llama", {"attention_bias": True}, {}),
+        ("llama", {}, {"llama.attention.sliding_window": 8}),  # not a fact of this architecture
+        ("qwen2", {}, {}),
+        ("qwen3", {}, {}),
     ],
 )
 def test_a_model_from_gguf_equals_transformers(
-    family: str, overrides: dict[str, Any], tmp_path: Path
+    family: str, overrides: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     model = build_tiny_model(family, **overrides)
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, model)
+    write_gguf(path, model, settings=settings)
     config = read_model_config(resolve_model(str(path)))
     assert config.dtype == "float32"
     assert config.vocab_size == VOCAB_SIZE

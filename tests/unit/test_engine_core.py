@@ -205,7 +205,12 @@ def test_start_up_runs_its_phases_in_order_and_answers(model: Path) -> None:
     assert (ready.max_model_len, ready.max_num_batched_tokens) == (MAX_MODEL_LEN, 33)
     assert ready.kv_cache_bytes == ready.num_gpu_blocks * executor.get_kv_cache_spec().block_bytes
     assert (ready.dtype, ready.device, ready.attention_backend) == ("float32", "cpu", "fake")
-    assert set(ready.startup_ns) == {phase.label for phase in phases}
+    assert core.ready_response() is ready
+    told = {record.phase: (record.begin_ns, record.end_ns) for record in recorder.startups}
+    assert [*told] == [*phases, StartupPhase.READY]
+    assert len(told) == len(recorder.startups)
+    assert ready.startup_begin_ns == {phase.label: begin for phase, (begin, _) in told.items()}
+    assert ready.startup_ns == {phase.label: end - begin for phase, (begin, end) in told.items()}
     assert ready.memory_bytes == executor.memory_bytes
     core.shutdown()
     assert executor.calls[-1] == "shutdown"

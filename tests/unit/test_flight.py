@@ -70,7 +70,7 @@ def test_only_the_last_steps_are_kept_and_the_file_says_why_last(tmp_path: Path)
     for step in range(1, 30):
         recorder.steps.append(core_step(step))
         recorder.worker_steps.append(worker_step(step, 5))
-    path = recorder.dump(FlightReason.CRASH, "it broke")
+    path = recorder.dump(FlightReason.CRASH, "it broke", step=29)
     assert path.name == f"flight-crash-core-{os.getpid()}-0.journal"
     assert steps_of(path) == list(range(22, 30))
     assert [one.step for one in read_run(path).worker_steps] == list(range(22, 30))

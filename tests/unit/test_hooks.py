@@ -1,11 +1,8 @@
-"""Hooks, in one process: seeing imports, the fence, the catalogue, and the vllm hook on fakes."""
+"""Hooks, in one process: seeing imports, the fence, the catalogue, and the small ones."""
 
 import gc
 import importlib
-import itertools
-import signal
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,24 +11,18 @@ from typing import Any
 
 import pytest
 
-from instrumentation import Event, format_step_label
+from instrumentation import Event
 from instrumentation.hooks import (
     folder,
     import_watch,
     loader,
-    progress,
     py_spy_stall,
-    recording,
     registry,
     torch_profiler,
 )
 from instrumentation.hooks.fence import Fence, wrap
 from instrumentation.hooks.nvtx_layers import GlobalLayerRanges
-from instrumentation.hooks.vllm_engine import install
-from instrumentation.names import Phase
-from tests.unit.vllm_fakes import FakeRequest, fake_modules
-from tests.waiting import PATIENCE_S, wait_until
-from traces.journal_reader import Run, read_run
+from tests.unit.hooked_vllm import close_and_read
 
 
 @pytest.fixture
@@ -181,35 +172,15 @@ def test_the_program_gets_its_results_and_errors_whatever_we_do(
         fence=fence,
         before=lambda number, **kwargs: f"before {number}",
         after=lambda state, result, number, **kwargs: told.append((state, result, number)),
-        failed=lambda error: told.append(repr(error)),
+        failed=lambda error, number, **kwargs: told.append((repr(error), number)),
     )
     assert thing.double(4) == 8
     with pytest.raises(KeyError, match="5"):
         thing.double(5, fail=True)
-    assert told == [("before 4", 8, 4), "KeyError(5)"]
+    assert told == [("before 4", 8, 4), ("KeyError(5)", 5)]
     assert fence.num_errors == 4
     assert capsys.readouterr().err.count("RuntimeError: ours") == 1
     assert Thing.double.__name__ == "double"
-
-
-@pytest.fixture
-def hooks_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the hooks of this process write; their journals are closed afterwards."""
-    monkeypatch.setenv(folder.VARIABLE, str(tmp_path / "hooks"))
-    monkeypatch.setattr(recording, "_instruments", {})
-    monkeypatch.setattr(progress, "_probes", [])
-    handler = signal.getsignal(signal.SIGUSR2)
-    yield tmp_path / "hooks"
-    signal.signal(signal.SIGUSR2, handler)
-    for instrument in recording._instruments.values():
-        instrument.close()
-
-
-def close_and_read(hooks_dir: Path) -> Run:
-    """The run so far."""
-    for instrument in recording._instruments.values():
-        instrument.close()
-    return read_run(hooks_dir)
 
 
 def test_the_default_folder_is_handed_to_children(
@@ -292,14 +263,6 @@ def test_stacks_are_written_where_py_spy_may_not_look(
     assert "test_stacks_are_written_where_py_spy_may_not_look" in text
 
 
-def test_an_engine_without_work_has_not_stalled(hooks_dir: Path) -> None:
-    state = progress.Progress(is_busy=True, num_moves=4)
-    progress.set_probe(lambda: state)
-    assert py_spy_stall._read_position() == 4
-    state = progress.Progress(is_busy=False, num_moves=4)
-    assert py_spy_stall._read_position() is None
-
-
 class RangeList:
     """Ranges that are kept, with their depth."""
 
@@ -362,174 +325,3 @@ def test_layers_have_ranges_named_by_their_path() -> None:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# The vllm hook, on fakes of vLLM's classes.
-
-
-def hooked_core(**kwargs: Any) -> Any:
-    """An engine core of fakes with the hook attached."""
-    core_module, worker_module = fake_modules()
-    install(worker_module)
-    install(core_module)
-    return core_module.EngineCore(**kwargs)
-
-
-def request(number: int, *, prompt: int, output: int) -> FakeRequest:
-    """A request that arrived a tenth of a second ago."""
-    return FakeRequest(f"request-{number}", prompt, output, arrival_time=time.time() - 0.1)
-
-
-def run_until_done(core: Any) -> list[dict[str, int]]:
-    """Run all steps; what each scheduled, by the scheduler's own word."""
-    plans = []
-    while core.scheduler.requests:
-        update = core.scheduler.update_from_output
-
-        def keep(plan: Any, sampled: Any, update: Any = update) -> Any:
-            plans.append(dict(plan.num_scheduled_tokens))
-            return update(plan, sampled)
-
-        core.scheduler.update_from_output = keep
-        core.step_fn()
-        core.scheduler.update_from_output = update
-    return plans
-
-
-def test_steps_of_vllm_are_recorded_with_their_labels(hooks_dir: Path) -> None:
-    core = hooked_core()
-    for number, prompt in enumerate((5, 11)):
-        core.scheduler.add_request(request(number, prompt=prompt, output=3))
-    plans = run_until_done(core)
-    assert core.shutdown() == "shut down"
-    run = close_and_read(hooks_dir)
-    labels = [format_step_label(step.label) for step in run.steps]
-    assert labels == [
-        "execute_context_2(8)_generation_0(0)",  # 5 and 3 of 11
-        "execute_context_1(7)_generation_1(1)",  # the next 7 of 11
-        "execute_context_1(1)_generation_1(1)",  # its last one
-        "execute_context_0(0)_generation_1(1)",
-        "execute_context_0(0)_generation_1(1)",
-    ]
-    assert [step.label for step in run.worker_steps] == [step.label for step in run.steps]
-    assert [sum(step.scheduled[1::2]) for step in run.steps] == [
-        sum(plan.values()) for plan in plans
-    ]
-    assert [step.first_tokens for step in run.steps] == [(0,), (), (1,), (), ()]
-    assert [step.finished for step in run.steps] == [(), (), (0,), (), (1,)]
-    assert sum(step.num_sampled_tokens for step in run.steps) == 6
-    assert all(sum(step.blocks_at_end) == 15 for step in run.steps)
-    first = run.timelines[0]
-    assert (first.request_id, first.finish_reason) == ("request-0", "length")
-    assert (first.num_prompt_tokens, first.num_generation_tokens) == (5, 3)
-    assert 0.1 <= first.intake_ns / 1e9 < PATIENCE_S
-    assert first.queue_ns + first.prefill_ns + first.decode_ns + first.preempted_ns == first.e2e_ns
-    assert [phase.phase.label for phase in run.startups] == [
-        "load_model",
-        "allocate_kv_cache",
-        "build_scheduler",
-    ]
-
-
-def test_phases_of_core_and_worker_are_recorded_and_do_not_overlap(hooks_dir: Path) -> None:
-    core = hooked_core()
-    core.scheduler.add_request(request(0, prompt=4, output=2))
-    run_until_done(core)
-    run = close_and_read(hooks_dir)
-    for _, thread in run.threads():
-        spans = thread.phase_spans()
-        assert all(one.end_ns <= two.begin_ns for one, two in itertools.pairwise(spans))
-    phases = {span.phase for _, thread in run.threads() for span in thread.phase_spans()}
-    assert phases >= {Phase.SCHEDULE, Phase.EXECUTE, Phase.WAIT, Phase.UPDATE}
-    assert phases >= {Phase.PREPARE, Phase.FORWARD, Phase.LOGITS, Phase.SAMPLE}
-
-
-def test_preemptions_of_vllm_are_recorded(hooks_dir: Path) -> None:
-    core = hooked_core()
-    for number in range(2):
-        core.scheduler.add_request(request(number, prompt=3, output=4))
-    core.step_fn()
-    core.scheduler.preempt_next = True
-    run_until_done(core)
-    run = close_and_read(hooks_dir)
-    (preemption,) = [one for step in run.steps for one in step.preempted]
-    assert (preemption.request_num, preemption.blocks_lost, preemption.tokens_lost) == (1, 1, 3)
-    # It has a first output token, so computing its prompt again counts as generation.
-    assert run.steps[2].label == (0, 0, 2, 5)
-    assert run.steps[2].preempted_prefix_query_tokens == 4
-    timeline = {one.request_num: one for one in run.timelines}[1]
-    ((preempted_ns, resumed_ns),) = timeline.preemptions
-    assert preempted_ns < resumed_ns
-    assert timeline.preempted_ns == resumed_ns - preempted_ns
-    assert [event.value for event in run.events if event.kind is Event.PREEMPT] == [3]
-
-
-def test_requests_of_vllm_that_are_aborted_end_once(hooks_dir: Path) -> None:
-    core = hooked_core()
-    for number in range(2):
-        core.scheduler.add_request(request(number, prompt=3, output=4))
-    core.step_fn()
-    assert len(core.scheduler.finish_requests(["request-0", "nobody"], "abort")) == 1
-    run_until_done(core)
-    run = close_and_read(hooks_dir)
-    reasons = {one.request_id: one.finish_reason for one in run.timelines}
-    assert reasons == {"request-0": "abort", "request-1": "length"}
-    assert [event.value for event in run.events if event.kind is Event.ABORT] == [1]
-
-
-def test_blocks_of_vllm_are_counted_as_they_are(hooks_dir: Path) -> None:
-    core = hooked_core(num_blocks=4)
-    pool = core.scheduler.pool
-    for number in range(7):
-        core.scheduler.add_request(request(number, prompt=3, output=2))
-    while core.scheduler.requests:
-        core.scheduler.max_num_running_reqs = 3
-        core.step_fn()
-    run = close_and_read(hooks_dir)
-    cached_free = sum(block.block_hash is not None for block in pool.free)
-    assert run.steps[-1].blocks_at_end == (0, cached_free, 3 - cached_free)
-    assert sum(step.num_evicted_blocks for step in run.steps) == 4
-    assert run.steps[0].admission_stop.label == "token_budget"
-
-
-def test_a_step_of_vllm_that_fails_is_told_and_dumped(hooks_dir: Path) -> None:
-    core = hooked_core()
-    core.scheduler.add_request(request(0, prompt=3, output=4))
-    core.step_fn()
-    core.model_executor.worker.fails = True
-    with pytest.raises(RuntimeError, match="the device is lost"):
-        core.step_fn()
-    run = close_and_read(hooks_dir)
-    (event,) = [event for event in run.events if event.kind is Event.STEP_FAILED]
-    assert event.detail == "RuntimeError: the device is lost"
-    assert list(hooks_dir.glob("flight-*"))
-
-
-def test_a_signal_asks_for_a_flight_record(
-    hooks_dir: Path,
-) -> None:
-    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    core = hooked_core()
-    core.scheduler.add_request(request(0, prompt=3, output=2))
-    core.step_fn()
-    signal.raise_signal(signal.SIGUSR2)
-    wait_until(lambda: list(hooks_dir.glob("flight-*")))
-
-
-def test_errors_of_the_hook_do_not_reach_vllm(
-    hooks_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = hooked_core()
-    monkeypatch.setattr(
-        "instrumentation.hooks.vllm_requests.RequestBook.plan", lambda *args, **kwargs: 1 / 0
-    )
-    core.scheduler.add_request(request(0, prompt=3, output=4))
-    assert len(run_until_done(core)) == 4
-    assert capsys.readouterr().err.count("ZeroDivisionError") == 1
-
-
-def test_another_vllm_is_refused_by_name(hooks_dir: Path) -> None:
-    module = ModuleType("vllm.v1.worker.gpu_worker")
-    module.Worker = type("Worker", (), {})
-    with pytest.raises(AttributeError, match=r"0\.32"):
-        install(module)

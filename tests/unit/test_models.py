@@ -4,10 +4,14 @@ A wrong rotary angle, mask, head order or slot changes logits of this size by fa
 tolerance; agreement over all positions by luck is out of the question.
 """
 
+import json
+import logging
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.attention.registry import select_backend
@@ -110,7 +114,9 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         assert (exact - rounded).abs().mean() < 0.05 * exact.std()
 
 
-def test_dynamic_rope_beyond_the_original_length(tmp_path: Path) -> None:
+def test_dynamic_rope_beyond_the_original_length(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Token by token, as Transformers generates with a cache, past max_position_embeddings."""
     overrides = {
         "max_position_embeddings": 16,
@@ -120,7 +126,10 @@ def test_dynamic_rope_beyond_the_original_length(tmp_path: Path) -> None:
     assert read_model_config(resolve_model(str(tmp_path))).max_position_embeddings == 32
     backend = select_backend("cpu", CPU)
     prompts = make_prompts((30,))
-    result = run_in_steps(load(tmp_path, backend), backend, prompts, [[1]] * 30)[0]
+    with caplog.at_level(logging.WARNING):
+        model = load(tmp_path, backend)
+    assert "'dynamic': beyond 16 tokens" in caplog.text
+    result = run_in_steps(model, backend, prompts, [[1]] * 30)[0]
     reference = build_tiny_model("llama", **overrides)
     cache, expected = None, []
     with torch.inference_mode():
@@ -147,6 +156,122 @@ def change_weights(folder: Path, change) -> None:
     weights = load_file(path)
     change(weights)
     save_file(weights, path, metadata={"format": "pt"})
+
+
+def logits_of(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
+    backend = select_backend("cpu", CPU)
+    return run_in_steps(load(folder, backend), backend, prompts, STEPS)
+
+
+@pytest.mark.parametrize("family", ["llama", "CohereForCausalLM"])
+def test_a_head_that_the_configuration_denies_is_used_as_transformers_does(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other tokens come out without it, so no agreement by luck."""
+    build_tiny_checkpoint(tmp_path, family, tie_word_embeddings=True)
+    head = torch.randn(128, 64, generator=torch.Generator().manual_seed(9)) / 4
+    change_weights(tmp_path, lambda weights: weights.update({"lm_head.weight": head}))
+    prompts = make_prompts(LENGTHS)
+    with caplog.at_level(logging.WARNING):
+        results = logits_of(tmp_path, prompts)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(reference.lm_head.weight, head)
+    assert_same_logits(reference, prompts, results, least_spread=0.05)
+    if family == "llama":
+        assert "lm_head.weight is there and differs" in caplog.text
+
+
+def test_a_head_that_repeats_the_embedding_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+
+    def repeat(weights: dict[str, torch.Tensor]) -> None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+
+    change_weights(tmp_path, repeat)
+    with caplog.at_level(logging.WARNING):
+        model = load(tmp_path, select_backend("cpu", CPU))
+    assert model.head is None
+    assert model.is_tied
+    assert not caplog.text
+
+
+def test_the_one_matrix_may_come_under_the_name_of_the_head(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+
+    change_weights(tmp_path, rename)
+    prompts = make_prompts(LENGTHS)
+    results = logits_of(tmp_path, prompts)
+    reference = build_tiny_model("llama", tie_word_embeddings=True)
+    assert_same_logits(reference, prompts, results, least_spread=0.3)
+
+
+# A key that another family reads: Transformers' class of this one ignores it.
+FOREIGN_KEYS = {
+    "llama window": ("llama", {"sliding_window": 8}),
+    "mistral biases": ("mistral", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2 MLP biases": ("qwen2", {"mlp_bias": True}),
+    "qwen3 MLP biases": ("qwen3", {"mlp_bias": True}),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN_KEYS)
+def test_keys_of_other_families_are_ignored_as_transformers_does(case: str, tmp_path: Path) -> None:
+    family, keys = FOREIGN_KEYS[case]
+    build_tiny_checkpoint(tmp_path, family, **keys)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored.items() >= keys.items()
+    prompts = make_prompts(LENGTHS)
+    reference = build_tiny_model(family, **keys)
+    assert_same_logits(reference, prompts, logits_of(tmp_path, prompts), least_spread=0.3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_weights_without_a_word_in_the_configuration_are_refused(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    build_tiny_checkpoint(tmp_path, family)
+    names: list[str] = []
+
+    def quantise(weights: dict[str, torch.Tensor]) -> None:
+        names.append(next(name for name in weights if "mlp" in name and name.endswith("weight")))
+        weights[names[0]] = weights[names[0]].to(dtype)
+        weights[names[0] + "_scale"] = torch.ones(1)
+
+    change_weights(tmp_path, quantise)
+    with pytest.raises(UnsupportedModelError, match=rf"{re.escape(names[0])}' holds .*quantised"):
+        load(tmp_path, select_backend("cpu", CPU))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("part", ["layernorm.weight", "mlp"])
+def test_weights_that_are_not_finite_are_named(
+    family: str, number: float, part: str, tmp_path: Path
+) -> None:
+    build_tiny_checkpoint(tmp_path, family)
+    names: list[str] = []
+
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        names.append(next(name for name in weights if ".1." in name and part in name))
+        weights[names[0]].view(-1)[5] = number
+
+    change_weights(tmp_path, spoil)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(names[0])}' holds NaN or infinite"):
+        load(tmp_path, select_backend("cpu", CPU))
+
+
+def test_weights_whose_sum_alone_is_not_finite_load(tmp_path: Path) -> None:
+    """A sum of half-precision numbers overflows soon."""
+    build_tiny_checkpoint(tmp_path, "llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_weights(tmp_path, lambda weights: weights[name].fill_(1000.0))
+    load(tmp_path, select_backend("cpu", CPU), torch.float16)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

@@ -4,32 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.base import AttentionShape, BatchLayout
+from engine.attention.base import AttentionShape
 from engine.attention.native import NativeAttentionBackend, unsupported_shape
-from engine.attention.torch_reference import TorchReferenceBackend
+from tests.support.attention_batches import CPU, assert_equals_reference, make_layout
 from tests.unit.native_support import needs_native
-from tests.unit.test_attention import make_layout
 
 pytestmark = [needs_native, pytest.mark.usefixtures("several_threads")]
-CPU = torch.device("cpu")
-
-
-def part_of(layout: BatchLayout, lengths: np.ndarray, *, starts: np.ndarray) -> BatchLayout | None:
-    """A step of the same requests that computes `lengths` tokens each from `starts` on."""
-    rows = np.flatnonzero(lengths)
-    if len(rows) == 0:
-        return None
-    size, slots = layout.block_size, []
-    for row in rows:
-        tokens = np.arange(starts[row], starts[row] + lengths[row])
-        slots.append(layout.block_table[row][tokens // size] * size + tokens % size)
-    return BatchLayout(
-        query_start_loc=np.cumsum([0, *lengths[rows]]).astype(np.int32),
-        seq_lens=(starts + lengths)[rows].astype(np.int32),
-        block_table=layout.block_table[rows],
-        slot_mapping=np.concatenate(slots).astype(np.int64),
-        block_size=size,
-    )
 
 
 def compare(
@@ -41,35 +21,10 @@ def compare(
     seed: int,
     spread: float = 1.0,
 ) -> None:
-    """Two steps, the context and then the batch, by both backends over caches of NaN."""
-    generator = torch.Generator().manual_seed(seed)
     layout, num_blocks = make_layout(query_lens, seq_lens, block_size, np.random.default_rng(seed))
-    lengths, ends = np.array(query_lens), np.array(seq_lens)
-    before = part_of(layout, ends - lengths, starts=np.zeros_like(ends))
-    backends = (NativeAttentionBackend(), TorchReferenceBackend())
-    caches = [
-        torch.full(
-            backend.kv_cache_shape(num_blocks, block_size, shape.num_kv_heads, shape.head_dim),
-            float("nan"),
-            dtype=torch.bfloat16,
-        )
-        for backend in backends
-    ]
-    for step in (before, layout):
-        if step is None:
-            continue
-        qkv = torch.randn(
-            len(step.slot_mapping), shape.query_size + 2 * shape.kv_size, generator=generator
-        )
-        qkv[:, : shape.query_size] *= spread
-        qkv = qkv.bfloat16()
-        kept = qkv.clone()
-        ours, expected = (
-            backend.forward(qkv, cache, backend.build_metadata(step, CPU), shape)
-            for backend, cache in zip(backends, caches, strict=True)
-        )
-        assert torch.equal(qkv, kept)
-        torch.testing.assert_close(ours, expected, rtol=3e-2, atol=3e-2)
+    assert_equals_reference(
+        "native", layout, num_blocks, shape, torch.bfloat16, seed=seed, spread=spread
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))

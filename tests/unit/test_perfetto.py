@@ -474,6 +474,45 @@ def test_two_roles_in_one_process_share_its_track(tmp_path: Path) -> None:
     ]
 
 
+def test_frontends_are_told_apart_and_each_has_its_own_requests(tmp_path: Path) -> None:
+    """As vLLM calls its processes; a replacement has the number of the one whose place it took."""
+    frontends = {90: "ApiServer_1", 89: "ApiServer_2", 88: "ApiServer_2 (life 2)", 87: ""}
+    for pid, title in frontends.items():
+        writer = JournalWriter(tmp_path / f"caller.{pid}{SUFFIX}")
+        writer.write(
+            ProcessHeader(
+                role="caller",
+                rank=int(title[10]) if title else 0,
+                pid=pid,
+                host="h",
+                version="1",
+                python_version="3",
+                argv=(),
+                started_ns=5,
+                title=title,
+            )
+        )
+        writer.write(ThreadStarted("caller", pid))
+        timeline = RequestTimeline(request_id=f"of {pid}", request_num=pid, arrival_ns=5)
+        timeline.delivered_ns = 9
+        writer.write(timeline)
+        writer.close()
+    loaded = load(write_perfetto(tmp_path).read_bytes())
+    processes = {
+        one.process.pid: one.process.process_name
+        for one in loaded.tracks.values()
+        if one.HasField("process")
+    }
+    assert processes == frontends | {87: "Caller"}
+    for track in loaded.tracks.values():
+        if track.name.startswith("request of"):
+            process = loaded.tracks[loaded.tracks[track.parent_uuid].parent_uuid].process
+            assert track.name == f"request of {process.pid}"
+    tops = [one for one in loaded.tracks.values() if not one.parent_uuid]
+    tops.sort(key=lambda one: one.sibling_order_rank)
+    assert [loaded.track_name(one.uuid) for one in tops[:2]] == ["Caller", "ApiServer_1"]
+
+
 def test_overlapping_phases_move_to_another_track(tmp_path: Path) -> None:
     """Coroutines share a thread's spans; their phases may overlap and must not bend each other."""
     writer = JournalWriter(tmp_path / f"caller.5{SUFFIX}")

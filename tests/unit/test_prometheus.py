@@ -2,97 +2,60 @@
 
 import json
 import math
-import random
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.utils import floatToGoString
 
 from engine import ConfigError
 from engine.config import EngineConfig
 from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import ProcessedOutputs
 from engine.types.messages import EngineCoreOutputs
-from instrumentation import (
-    ConsoleStatus,
-    Metric,
-    Metrics,
-    Preemption,
-    RequestTimeline,
-    StepRecord,
-)
+from instrumentation import ConsoleStatus, Metric, Metrics, RequestTimeline, SinkName
+from instrumentation.accumulators import bound_text
 from instrumentation.histogram_buckets import parse_buckets
 from instrumentation.metric_docs import render
-from instrumentation.metric_info import METRICS, MetricKind
+from instrumentation.metric_info import METRICS
 from instrumentation.metric_types import Counter, Gauge, Histogram
 from instrumentation.prometheus import MetricsServer, SnapshotCollector
 from instrumentation.server_metrics import SERVER_METRICS
-from instrumentation.vllm_names import DERIVED, SAME_VALUES, to_vllm
+from instrumentation.vllm_names import to_vllm
+from tests.unit.scrapes import (
+    LABELS,
+    OPENMETRICS,
+    TRACEPARENT,
+    Samples,
+    made_up_metrics,
+    samples_of,
+    scrape_of,
+)
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-LABELS = {"model_name": "tiny", "engine": "0"}
-
-Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    """Metrics of two engines' worth of made-up work."""
-    chance = random.Random(3)
-    metrics = Metrics(LABELS)
-    for number in range(50):
-        metrics.observe_step(
-            StepRecord(
-                step=number,
-                begin_ns=0,
-                end_ns=number,
-                num_context_requests=chance.randrange(2),
-                num_context_tokens=chance.randrange(100),
-                num_generation_requests=chance.randrange(1, 5),
-                num_generation_tokens=chance.randrange(5),
-                num_waiting=3,
-                num_blocks_used=chance.randrange(1, 40),
-                num_blocks_free=60,
-                prefix_query_tokens=chance.randrange(50),
-                preempted=(Preemption(1, 2, 30),) if chance.random() < 0.2 else (),
-            )
-        )
-        timeline = RequestTimeline(
-            request_id=str(number),
-            arrival_ns=10,
-            first_scheduled_ns=10 + chance.randrange(10**8),
-            first_token_ns=2 * 10**8,
-            last_token_ns=3 * 10**8 + chance.randrange(10**9),
-            delivered_ns=2 * 10**9,
-            num_prompt_tokens=chance.randrange(1, 300),
-            num_generation_tokens=chance.randrange(2, 30),
-            finish_reason=chance.choice(["stop", "length", "abort"]),
-            traceparent=TRACEPARENT,
-        )
-        metrics.requests.observe_first_token(timeline)
-        metrics.requests.observe_end(timeline)
-        metrics.requests.observe_tokens(3, [10**6, 10**7])
-    return metrics
+    return made_up_metrics()
 
 
 @pytest.fixture
 def server(metrics: Metrics) -> Iterator[MetricsServer]:
     """A scrape endpoint over them, vLLM's names included."""
-    collector = SnapshotCollector(
-        [metrics.snapshot], translations=[to_vllm], count_error=lambda: pytest.fail("an error")
-    )
+    collector = SnapshotCollector([metrics.snapshot], translations=[to_vllm])
     server = MetricsServer(collector, host="127.0.0.1", port=0)
     yield server
     server.close()
+    assert collector.num_errors == 0
 
 
 def scrape(url: str, accept: str = "*/*") -> str:
@@ -103,17 +66,6 @@ def scrape(url: str, accept: str = "*/*") -> str:
         is_openmetrics = response.headers["Content-Type"].startswith("application/openmetrics")
         assert is_openmetrics == (accept == OPENMETRICS)
         return response.read().decode()
-
-
-def samples_of(families: Any) -> Samples:
-    """Every sample by name and labels; a second one of the same is an error."""
-    samples: Samples = {}
-    for family in families:
-        for sample in family.samples:
-            key = (sample.name, frozenset(sample.labels.items()))
-            assert key not in samples
-            samples[key] = sample.value
-    return samples
 
 
 def expected_samples(snapshot: list[Metric]) -> Samples:
@@ -152,14 +104,6 @@ def test_both_formats_say_what_the_snapshot_says(metrics: Metrics, server: Metri
     assert (names | open_labels) - SERVER_METRICS == set(METRICS) - SERVER_METRICS
 
 
-def test_names_with_a_colon_survive_every_format(server: MetricsServer) -> None:
-    for accept in ("*/*", OPENMETRICS, "text/plain; version=0.0.4"):
-        text = scrape(server.url, accept)
-        for name in (*SAME_VALUES, *DERIVED):
-            lines = [line for line in text.splitlines() if line.startswith(name)]
-            assert lines, (name, accept)
-
-
 def test_latencies_carry_the_trace_where_openmetrics_is_asked_for(server: MetricsServer) -> None:
     families = {
         family.name: family for family in parse_openmetrics(scrape(server.url, OPENMETRICS))
@@ -187,55 +131,69 @@ def test_requests_that_are_not_sampled_leave_no_exemplar() -> None:
     assert not any(histogram.exemplars for histogram in histograms)
 
 
-def test_vllm_names_have_vllms_labels_and_our_values(
-    metrics: Metrics, server: MetricsServer
+def broken(*_: Any) -> list[Any]:
+    """What a part of a scrape may come to be, by a defect."""
+    raise RuntimeError("no numbers today")
+
+
+def unwritable(_: Sequence[Metric]) -> Iterable[GaugeMetricFamily]:
+    """A good family, and one of a label that is no text."""
+    yield GaugeMetricFamily("good", "As all are.", value=1)
+    bad = GaugeMetricFamily("bad", "Not text.", labels=["what"])
+    bad.add_metric([1], 1)  # type: ignore[list-item]
+    yield bad
+
+
+def test_a_scrape_lacks_the_part_that_fails_and_no_other(
+    metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
-    samples = samples_of(parse_text(scrape(server.url)))
-    base = frozenset(LABELS.items())
-    for name, info in SAME_VALUES.items():
-        ends = ("_count", "_sum") if info.kind is MetricKind.HISTOGRAM else ("",)
-        for end in ends:
-            assert samples[name + end, base] == samples[info.name + end, base]
-    blocks = {
-        state: samples["isinglass_kv_blocks", base | {("state", state)}]
-        for state in ("used", "cached_free", "free")
-    }
-    usage = samples["vllm:kv_cache_usage_perc", base]
-    assert usage == pytest.approx(blocks["used"] / sum(blocks.values()))
-    num_steps = sum(
-        value for (name, _), value in samples.items() if name == "isinglass_steps_total"
-    )
-    assert samples["vllm:iteration_tokens_total_count", base] == num_steps == 50
-    for reason in ("stop", "length", "abort", "error"):
-        ours = samples["isinglass_requests_finished_total", base | {("finish_reason", reason)}]
-        theirs = samples["vllm:request_success_total", base | {("finished_reason", reason)}]
-        assert ours == theirs
-
-
-def test_a_scrape_survives_a_snapshot_that_raises() -> None:
-    errors = []
-
-    def broken() -> list[Metric]:
-        raise RuntimeError("no numbers today")
-
-    collector = SnapshotCollector([broken], count_error=lambda: errors.append(1))
-    server = MetricsServer(collector, host="127.0.0.1", port=0)
-    try:
-        assert "isinglass" not in scrape(server.url)
-    finally:
-        server.close()
-    assert errors == [1]
+    alone = SnapshotCollector([metrics.snapshot])
+    ours = {name for name, _ in samples_of(parse_text(scrape_of(alone)))}
+    both = ours | {sample.name for one in to_vllm(metrics.snapshot()) for sample in one.samples}
+    for snapshots, translations, expected in (
+        ([broken, metrics.snapshot], [to_vllm], both),
+        ([metrics.snapshot], [broken, to_vllm], both),
+        ([metrics.snapshot], [unwritable, to_vllm], both | {"good"}),
+        ([broken], [], set()),
+    ):
+        caplog.clear()
+        collector = SnapshotCollector(snapshots, translations=translations)
+        metrics.engine.watch(SinkName.PROMETHEUS, collector)
+        for number in (1, 2, 3):
+            for parse, accept in ((parse_text, "*/*"), (parse_openmetrics, OPENMETRICS)):
+                samples = samples_of(parse(scrape_of(collector, accept)))
+                assert {name for name, _ in samples} == expected
+            assert collector.num_errors == 2 * number
+        assert len(caplog.records) == 1, "the first is logged, with where it came from"
+        assert caplog.records[0].exc_info is not None
+    counted = [
+        metric.value
+        for metric in metrics.snapshot()
+        if metric.name == "isinglass_telemetry_errors_total"
+        and metric.labels["sink"] == "prometheus"
+        and isinstance(metric, Counter)
+    ]
+    assert counted == [4 * 6]
 
 
 def test_other_paths_and_a_taken_port(server: MetricsServer) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(server.url.replace("/metrics", "/"), timeout=PATIENCE_S)
-    collector = SnapshotCollector([], count_error=lambda: None)
+    collector = SnapshotCollector([])
     with pytest.raises(OSError, match="in use"):
         MetricsServer(collector, host="127.0.0.1", port=server.port)
 
 
 # Buckets.
+
+
+def test_bounds_are_written_as_prometheus_writes_them() -> None:
+    for info in METRICS.values():
+        for bound in info.buckets:
+            assert bound_text(bound) == floatToGoString(bound)
+    assert [bound_text(bound) for bound in (0.25, 1.0, 2.5e5, 1e6, 12_500_000.0)] == [
+        *("0.25", "1.0", "250000.0", "1e+06", "1.25e+07")
+    ]
 
 
 def test_buckets_replace_those_of_the_catalogue() -> None:

@@ -10,6 +10,7 @@ import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fastapi import FastAPI
@@ -42,6 +43,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.metric_sources: list[Callable[[], list[Metric]]] = []
+        self.metric_exporters: list[Any] = []
         self.config = type("Config", (), {"observability": ObservabilityConfig()})()
 
 
@@ -468,11 +470,29 @@ def test_a_stream_is_counted_as_it_goes() -> None:
         client = Client()
         await client.call(middleware)
         metrics = observation.metrics
-        assert values(metrics, "http_response_bytes_total") == 11
+        assert values(metrics, "http_response_bytes_total", "route") == {"/x": 11}
         assert values(metrics, "http_stream_chunks_total") == 3
         assert values(metrics, "http_request_duration_seconds", "route") == {"/x": 1}
         assert values(metrics, "http_time_to_first_byte_seconds", "route") == {"/x": 1}
         assert [one.get("body") for one in client.sent[1:]] == [b"12345", b"", b"678", b"end"]
+
+    asyncio.run(run())
+
+
+def test_bodies_are_counted_as_they_were_read() -> None:
+    async def reads_once(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await answer()(scope, receive, send)
+
+    async def run() -> None:
+        middleware, observation, _ = watched(reads_once)
+        for body in (b"12345", b"123", b""):
+            client = Client(method="POST")
+            message = {"type": "http.request", "body": body, "more_body": True}
+            client.receive = AsyncMock(return_value=message)  # type: ignore[method-assign]
+            await client.call(middleware)
+        metrics = observation.metrics
+        assert values(metrics, "http_request_bytes_total", "route") == {"/x": 8}
 
     asyncio.run(run())
 
@@ -711,7 +731,7 @@ def test_what_never_became_a_request_has_an_outcome_too(
     )
     assert told is not None
     assert error.headers["X-Request-Id"] == told[1]
-    assert metrics.num_response_bytes == 123
+    assert metrics.num_response_bytes == {"other": 123}
 
 
 # -- what the connection knows better --------------------------------------------------------------
@@ -735,7 +755,7 @@ def test_a_body_that_is_none_is_the_answer_that_its_client_got() -> None:
         check_identity(metrics)
         assert values(metrics, "http_request_outcomes_total", "outcome") == {"client_error": 1}
         assert values(metrics, "http_requests_total", "status") == {"400": 1}
-        assert metrics.num_response_bytes == 17
+        assert metrics.num_response_bytes == {"/v1/completions": 17}
 
     asyncio.run(run())
 

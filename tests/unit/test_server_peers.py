@@ -51,6 +51,7 @@ class FakeEngine:
     def __init__(self, directory: Path, index: int, *, run_dir: str | None = None) -> None:
         self.config = EngineConfig.from_kwargs()
         self.metric_sources: list[Any] = []
+        self.metric_exporters: list[Any] = []
         self.observer = make_observer(ObservabilityConfig(), NULL, model_name="m")
         self.requests = FakeRequests()
         self.llm_engine = SimpleNamespace(

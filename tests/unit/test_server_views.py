@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import logging
 import os
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from engine.api.engine_host import EngineHost
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, IsinglassError, ProfilerError
 from engine.server import control, debug
@@ -27,11 +29,12 @@ from engine.server.observe import observe
 from engine.server.route_names import RouteNames
 from engine.server.state import ServerState
 from engine.types.attachment import CoreAttachment
-from instrumentation import Counter, Gauge, Metric, ProfileStatus
+from instrumentation import Counter, Gauge, Metric, ProfileStatus, SinkName
 from instrumentation.engine_metrics import ENGINE_UP
 from instrumentation.metric_merge import encode_snapshot
 from instrumentation.prometheus import exposition
 from instrumentation.server_metrics import FRONTEND_CPU, FRONTEND_MEMORY, SERVER_METRICS
+from instrumentation.vllm_server_names import PROCESS_NAMES
 from tests.waiting import PATIENCE_S
 
 Calls = Callable[..., Awaitable[Any]]
@@ -50,6 +53,7 @@ class FakeEngine:
     def __init__(self, **settings: Any) -> None:
         self.config = EngineConfig.from_kwargs(**settings)
         self.metric_sources: list[Callable[[], list[Metric]]] = []
+        self.metric_exporters: list[Any] = []
 
     def set(self, name: str, result: Any) -> None:
         """Have a method return something, raise it, or wait for an event."""
@@ -247,6 +251,49 @@ def test_before_the_start_the_server_alone_is_shown() -> None:
         assert answer.headers["content-type"].startswith("text/plain")
         assert 'isinglass_engine_up{engine="0",model_name="tiny"} 0.0' in answer.text
         assert not [name for name in SERVER_METRICS if name not in answer.text]
+
+    asyncio.run(run())
+
+
+def test_before_the_start_there_is_none_of_vllms_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        app, engine, _ = served(metrics_compat="vllm")
+        engine.set("start_profile", RuntimeError("not yet"))
+        for _ in range(3):
+            assert (await ask(app, "POST", "/start_profile")).status_code == 500
+            text = (await ask(app, "GET", "/metrics")).text
+        assert "isinglass_engine_up" in text
+        assert "vllm:" not in text
+        assert 'http_requests_total{handler="/start_profile",method="POST",status="5xx"} 3' in text
+        for name in PROCESS_NAMES:
+            assert f"\n{name} " in text
+        ((sink, scrapes),) = engine.metric_exporters
+        assert (sink, scrapes.num_errors) == (SinkName.PROMETHEUS, 0)
+        assert not [record for record in caplog.records if record.name == "isinglass.telemetry"]
+
+    asyncio.run(run())
+
+
+def test_scrapes_that_failed_before_the_start_are_counted_by_the_engine() -> None:
+    async def run() -> None:
+        app, engine, _ = served(metrics_compat="vllm")
+        page = app.state.server.metrics_page
+        snapshot = page.snapshot
+
+        def broken() -> list[Metric]:
+            raise RuntimeError("no numbers today")
+
+        page.snapshot = broken
+        for _ in range(3):
+            assert (await ask(app, "GET", "/metrics")).status_code == 200
+        host = EngineHost(engine.config, metric_exporters=engine.metric_exporters)
+        assert host.observer is not None
+        engine.observer = host.observer
+        page.snapshot = snapshot
+        text = (await ask(app, "GET", "/metrics")).text
+        assert re.search(r'telemetry_errors_total\{.*sink="prometheus"\} 3\.0', text)
 
     asyncio.run(run())
 

@@ -1,5 +1,6 @@
 """Lower bounds and ends of texts against the tokenizers themselves, on random texts."""
 
+import json
 import random
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import PromptError
 from engine.frontend.gguf_tokenizer import SPLITTINGS
 from engine.frontend.input_processor import InputProcessor
+from engine.frontend.sentencepiece_vocabulary import SentencePieceVocabulary, build_backend
 from engine.frontend.text_ends import TextEnds
 from engine.frontend.token_counts import TokenCounts
 from engine.frontend.tokenizer import Tokenizer, get_tokenizer
@@ -139,6 +141,23 @@ def sentence_piece(kind: str) -> Any:
     return backend
 
 
+def sentencepiece_file(prefix: str) -> Any:
+    """As a file of SentencePiece's is read, with words that are cut out."""
+    state = json.loads(sentence_piece("bpe").to_str())
+    pieces = sorted(state["model"]["vocab"], key=state["model"]["vocab"].__getitem__)
+    names = [str(token) for token in TOKENS]
+    types = [2, *[6] * 256, *[1] * (len(pieces) - 257)]
+    return build_backend(
+        SentencePieceVocabulary(
+            is_unigram=False,
+            pieces=[*pieces, *names, "<cut out>"],
+            scores=[-float(token_id) for token_id in range(len(pieces) + len(names) + 1)],
+            types=[*types, *[3] * len(names), 4],
+            prefix=prefix,  # type: ignore[arg-type]
+        )
+    )
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "smollm": lambda: get_tokenizer(resolve_model(None)).backend,
     "gpt-2": lambda: byte_level(SPLITTINGS["gpt-2"]),
@@ -149,6 +168,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "prefix space": with_prefix_space,
     "sentencepiece": lambda: sentence_piece("bpe"),
     "unigram": lambda: sentence_piece("unigram"),
+    "sentencepiece file": lambda: sentencepiece_file("always"),
+    "first only": lambda: sentencepiece_file("first"),
+    "never": lambda: sentencepiece_file("never"),
 }
 
 

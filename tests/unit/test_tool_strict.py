@@ -119,3 +119,15 @@ def test_a_schema_that_this_form_of_calls_cannot_hold_is_refused(
     with pytest.raises(ToolsError) as caught:
         plan_of("qwen3_coder", function("now"), function("f", schema, strict=True))
     assert caught.value.param == f"tools[1].function.{param}"
+
+
+def test_parameters_that_take_long_to_write_out_are_refused() -> None:
+    """Few bytes can refer to many words many times."""
+    words = {"anyOf": [{"const": f"word {index}"} for index in range(300)]}
+    at = {f"p{index}": {"$ref": "#/$defs/words"} for index in range(2000)}
+    schema = {"type": "object", "properties": at, "$defs": {"words": words}}
+    with pytest.raises(ToolsError, match="would take too long") as caught:
+        plan_of("qwen3_coder", function("f", schema, strict=True))
+    assert (caught.value.param or "").startswith("tools[0].function.parameters.properties.p")
+    few = schema | {"properties": dict(list(at.items())[:20])}
+    assert plan_of("qwen3_coder", function("f", few, strict=True)).constraint is not None

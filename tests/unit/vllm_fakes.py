@@ -41,6 +41,11 @@ class FakeBlock:
     is_null: bool = False
 
 
+def _fail_if(is_failing: bool) -> None:
+    if is_failing:
+        raise RuntimeError("the device is lost")
+
+
 class FakePool:
     """A pool with vLLM's methods; block 0 is its placeholder."""
 
@@ -114,6 +119,8 @@ class FakeScheduler:
     running: list[FakeRequest] = field(default_factory=list)
     blocks: dict[str, list[FakeBlock]] = field(default_factory=dict)
     preempt_next: bool = False
+    fails_at: str = ""
+    """The method that raises."""
 
     def __post_init__(self) -> None:
         self.kv_cache_manager = SimpleNamespace(
@@ -141,6 +148,7 @@ class FakeScheduler:
         self.pool.free_blocks(reversed(blocks))
 
     def schedule(self, throttle_prefills: bool = False) -> FakePlan:
+        _fail_if(self.fails_at == "schedule")
         budget, scheduled, new, resumed = self.max_num_scheduled_tokens, {}, [], {}
         if self.preempt_next and self.running:
             self._preempt_request(self.running.pop(), 0.0)
@@ -176,6 +184,7 @@ class FakeScheduler:
         return FakePlan(scheduled, new, cached)
 
     def update_from_output(self, plan: FakePlan, sampled: Any) -> dict[int, Any]:
+        _fail_if(self.fails_at == "update_from_output")
         outputs = []
         for request_id in plan.num_scheduled_tokens:
             request = self.requests.get(request_id)
@@ -242,15 +251,15 @@ class FakeWorker:
 
     def __init__(self) -> None:
         self.model_runner = FakeRunner()
-        self.fails = False
+        self.fails_at = ""
 
     def execute_model(self, plan: FakePlan) -> None:
-        if self.fails:
-            raise RuntimeError("the device is lost")
+        _fail_if(self.fails_at == "execute_model")
         self.model_runner._update_states(plan)
         self.hidden = self.model_runner._model_forward(plan.total_num_scheduled_tokens)
 
     def sample_tokens(self, grammar: None) -> int:
+        _fail_if(self.fails_at == "sample_tokens")
         return self.model_runner._sample(self.hidden)
 
 
@@ -278,14 +287,16 @@ def fake_modules() -> tuple[ModuleType, ModuleType]:
             return super().sample_tokens(grammar)
 
     class EngineCore:
-        def __init__(self, num_blocks: int = 16) -> None:
+        def __init__(self, num_blocks: int = 16, *, overlaps: bool = False) -> None:
             self.vllm_config = SimpleNamespace(
                 parallel_config=SimpleNamespace(data_parallel_rank=0)
             )
             self.model_executor = FakeExecutor(Worker())
             self._initialize_kv_caches()
             self.scheduler = FakeScheduler(FakePool(num_blocks))
-            self.step_fn = self.step
+            self.batch_queue: list[tuple[int, FakePlan]] = []
+            self.fails_at_result = False
+            self.step_fn = self.step_with_batch_queue if overlaps else self.step
 
         def _initialize_kv_caches(self) -> None: ...
 
@@ -293,6 +304,17 @@ def fake_modules() -> tuple[ModuleType, ModuleType]:
             plan = self.scheduler.schedule()
             self.model_executor.execute_model(plan, non_block=True)
             sampled = self.model_executor.sample_tokens(None)
+            return self.scheduler.update_from_output(plan, sampled), True
+
+        def step_with_batch_queue(self) -> tuple[Any, bool]:
+            plan = self.scheduler.schedule()
+            self.model_executor.execute_model(plan, non_block=True)
+            sampled = self.model_executor.sample_tokens(None, non_block=True)
+            self.batch_queue.append((sampled, plan))
+            if len(self.batch_queue) < 2:
+                return None, True
+            sampled, plan = self.batch_queue.pop(0)
+            _fail_if(self.fails_at_result)  # as a future's result does
             return self.scheduler.update_from_output(plan, sampled), True
 
         def shutdown(self) -> str:

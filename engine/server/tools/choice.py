@@ -103,7 +103,7 @@ def required_schema(tools: Sequence[Tool], max_calls: int | None = None) -> dict
     calls = []
     for index, tool in enumerate(tools):
         parameters: dict[str, Any] = tool.schema
-        if _has_references(parameters):
+        if has_references(parameters):
             # Its references start at its own root, which is no longer that of the document.
             place = f"tool_{index}"
             definitions[place] = _moved(parameters, f"#/$defs/{place}")
@@ -131,12 +131,13 @@ def required_schema(tools: Sequence[Tool], max_calls: int | None = None) -> dict
     return schema
 
 
-def _has_references(schema: object) -> bool:
+def has_references(schema: object) -> bool:
+    """Whether a schema, or one within it, refers to another."""
     if isinstance(schema, dict):
         return isinstance(schema.get("$ref"), str) or any(
-            _has_references(value) for key, value in schema.items() if key not in _DATA_KEYS
+            has_references(value) for key, value in schema.items() if key not in _DATA_KEYS
         )
-    return isinstance(schema, list) and any(_has_references(item) for item in schema)
+    return isinstance(schema, list) and any(has_references(item) for item in schema)
 
 
 def _moved(schema: Any, place: str) -> Any:

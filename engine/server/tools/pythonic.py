@@ -1,13 +1,12 @@
 """Calls written as Python: `[get_weather(city="Paris"), now()]`.
 
-Knows Python's literals, read with `ast`: nothing is evaluated. A list is read when it is complete,
-so its calls come whole.
+Nothing is evaluated. A list is read when it is complete, so its calls come whole.
 """
 
 import ast
 import enum
 import re
-import warnings
+from collections.abc import Collection
 from typing import Any
 
 from engine.server.tag_search import first_tag, num_held_back
@@ -15,12 +14,12 @@ from engine.server.tools.call_parser import (
     CallParser,
     dump_arguments,
 )
+from engine.server.tools.python_source import parse_python, read_literal
 from engine.server.tools.scanner import BalanceScanner
 
 MAX_LIST = 65_536
 """Longest list of calls, in characters; a longer one is content."""
 
-_JSON_WORDS = {"true": True, "false": False, "null": None}
 _FIRST_NAME = re.compile(r"\[\s{0,8}([A-Za-z_][A-Za-z0-9_.]{0,127})\s{0,8}\(")
 _FIRST_NAME_SO_FAR = re.compile(r"\[\s{0,8}(?:[A-Za-z_][A-Za-z0-9_.]{0,127}\s{0,8})?")
 
@@ -111,7 +110,8 @@ class PythonicCallParser(CallParser):
         self._num_scanned = len(self._buffer)
         if end is None and len(self._buffer) < MAX_LIST:
             return
-        calls = None if end is None or end > MAX_LIST else read_calls(self._buffer[:end])
+        is_whole = end is not None and end <= MAX_LIST
+        calls = read_calls(self._buffer[:end], self._names) if is_whole else None
         if calls is None:
             self._give_up()
             return
@@ -141,26 +141,19 @@ class PythonicCallParser(CallParser):
         self._at = _At.TEXT
 
 
-def read_calls(text: str) -> list[tuple[str, str]] | None:
-    """Names and arguments (JSON text) of a list of calls; None if it is anything else."""
+def read_calls(text: str, names: Collection[str] = ()) -> list[tuple[str, str]] | None:
+    """Names and arguments (JSON text) of a list of calls; None if it is anything else.
+
+    Args:
+        names: functions that there are.
+    """
     try:
-        tree = parse_python(text)
+        tree = parse_python(text, names)
         if not isinstance(tree, ast.List) or not tree.elts:
             return None
         return [_read_call(node) for node in tree.elts]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-
-
-def parse_python(text: str) -> ast.expr:
-    """The tree of an expression; nothing is run, and no warning of odd escapes gets out.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python, or nested too deep.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.parse(text.strip(), mode="eval").body
 
 
 def _read_call(node: ast.expr) -> tuple[str, str]:
@@ -180,31 +173,3 @@ def _dotted_name(node: ast.expr) -> str:
     if isinstance(node, ast.Name):
         return node.id
     raise ValueError("not a function's name")
-
-
-def read_literal(node: ast.expr) -> Any:
-    """The value of a literal that JSON has, too; its words for true, false and null are understood.
-
-    Raises:
-        ValueError: it is anything else.
-    """
-    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
-        return _JSON_WORDS[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [read_literal(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        items = zip(node.keys, node.values, strict=True)
-        return {_key(key): read_literal(value) for key, value in items}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = read_literal(node.operand)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return -value if isinstance(node.op, ast.USub) else value
-    raise ValueError("not a literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise ValueError("keys must be strings")

@@ -2,14 +2,13 @@
 
     <tool_call><function=write><parameter=path>a.txt</parameter></function></tool_call>
 
-Knows how a value becomes JSON: by the type that the function's schema gives it. Arguments are
-streamed a parameter at a time.
+Does not know what a value's text means: the function's schema tells, see `Parameters`. Arguments
+are streamed a parameter at a time.
 """
 
 import enum
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine.server.tag_search import first_tag, num_held_back
@@ -18,12 +17,13 @@ from engine.server.tools.call_parser import (
     dump_arguments,
 )
 from engine.server.tools.definitions import Tool
-from engine.server.tools.pythonic import parse_python, read_literal
+from engine.server.tools.parameter_values import Parameters, ParameterValues
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
+_ANYTHING = ParameterValues(None)
 _NAME = re.compile(r"([^<>\n]{1,128})>")
 _NAME_SO_FAR = re.compile(r"[^<>\n]{0,128}")
 
@@ -49,7 +49,7 @@ class QwenXmlCallParser(CallParser):
 
     def __init__(self, tools: Sequence[Tool] = (), **options: Any) -> None:
         super().__init__(**options)
-        self._schemas = {tool.name: tool.schema for tool in tools}
+        self._parameters = {tool.name: Parameters(tool.schema) for tool in tools}
         self._at = _At.TEXT
         self._opening = ""
         self._is_tagged = False
@@ -138,9 +138,10 @@ class QwenXmlCallParser(CallParser):
         place, tag = found
         value = self._consume(place).removeprefix("\n").removesuffix("\n")
         self._consume(len(tag) if tag == PARAMETER_END else 0)
-        schema = self._schemas.get(self._name, {}).get("properties", {}).get(self._key, {})
+        parameters = self._parameters.get(self._name)
+        values = _ANYTHING if parameters is None else parameters[self._key]
         separator = ", " if self._num_parameters else "{"
-        self._add_arguments(f"{separator}{dump_arguments(self._key)}: {as_json(value, schema)}")
+        self._add_arguments(f"{separator}{dump_arguments(self._key)}: {values.as_json(value)}")
         self._num_parameters += 1
         self._at = _At.PARAMETERS
 
@@ -173,43 +174,3 @@ _STEPS = {
     _At.VALUE: QwenXmlCallParser._read_value,
     _At.END: QwenXmlCallParser._read_end,
 }
-
-
-def as_json(value: str, schema: object) -> str:
-    """A parameter's text as JSON: what its schema says, else whatever it can be read as.
-
-    Text that is no literal of any kind is a string, also where the schema wants something else:
-    the client then sees what the model wrote.
-    """
-    types = _types(schema)
-    if types == {"string"}:
-        return dump_arguments(value)
-    for read in (json.loads, _read_python):
-        try:
-            parsed = read(value.strip())
-            if "string" in types and not isinstance(parsed, dict | list | None):
-                break
-            return dump_arguments(parsed)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-    return dump_arguments(value)
-
-
-def _read_python(text: str) -> Any:
-    return read_literal(parse_python(text))
-
-
-def _types(schema: object) -> set[str]:
-    """Types that a schema allows; empty if it does not say."""
-    if not isinstance(schema, Mapping):
-        return set()
-    given = schema.get("type")
-    names = given if isinstance(given, list) else [given]
-    types = {name for name in names if isinstance(name, str)}
-    parts = schema.get("anyOf") or schema.get("oneOf")
-    for part in parts if isinstance(parts, list) else ():
-        types |= _types(part)
-    values = schema.get("enum")
-    if not types and isinstance(values, list) and all(isinstance(item, str) for item in values):
-        return {"string"}
-    return types

@@ -9,15 +9,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.server.tools.choice import has_references
 from engine.server.tools.definitions import NO_PARAMETERS, Tool, ToolsError
+from engine.server.tools.parameter_values import Parameters, ParameterValues, WrittenForms
 from engine.types.expression_parser import parse
 from engine.types.grammar_messages import MAX_WHITESPACE
 from engine.types.regular_expression import others, restricted, written
+from engine.types.schema_values import Budget, SchemaError
 
 Form = dict[str, Any]
 _ANY_OBJECT: Form = {"type": "object"}
 _TEXT_START = written(parse(r"[^\s{\[<]"))
 _NO_ANGLE = others(((ord("<"), ord("<")),))
+_NO_BRACKET = others(tuple((ord(one), ord(one)) for one in "<[{"))
+_STEPS_OF_VALUE = 4
+"""What it takes to write one alternative of a parameter, or one word."""
+_ANY_TEXT: Form = {"type": "any_text", "excludes": ["</parameter>", "</function>"]}
+_TEXT_OF_NO_JSON: tuple[Form, ...] = (
+    {"type": "const_string", "value": ""},
+    {
+        "type": "sequence",
+        "elements": [
+            {"type": "regex", "pattern": written(parse(r"[ \t\r\n]*(?:[^\s{\[<]|<[^/<])"))},
+            _ANY_TEXT,
+        ],
+    },
+)
+"""Texts that are no JSON object and no list, as they do not begin so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +102,9 @@ def xml_parameters() -> StrictForm:
 
     def make(tools: Sequence[Tool], is_single: bool) -> Form:
         tags = []
+        budget = Budget()
         for tool in tools:
-            content = _xml_arguments(tool)
+            content = _xml_arguments(tool, budget)
             for around, end in (("<tool_call>\n", "\n</tool_call>"), ("", "")):
                 begin = f"{around}<function={tool.name}>\n"
                 closing = f"</function>{end}"
@@ -128,7 +147,7 @@ def _separated(tags: list[Form], separator: str, is_single: bool) -> Form:
     }
 
 
-def _xml_arguments(tool: Tool) -> Form:
+def _xml_arguments(tool: Tool, budget: Budget) -> Form:
     """The parameters between a function's tags, in their schema's order."""
     if not tool.strict:
         return {"type": "any_text", "excludes": ["</function>", "<tool_call>", "</tool_call>"]}
@@ -146,11 +165,18 @@ def _xml_arguments(tool: Tool) -> Form:
                 param=f"{tool.place}.{keyword}",
             )
     elements: list[Form] = []
-    for name, one in schema.get("properties", {}).items():
+    parameters = Parameters(schema)
+    for name in schema.get("properties", {}):
+        place = f"{tool.place}.properties.{name}"
+        values = parameters[name]
+        try:
+            budget.spend(_STEPS_OF_VALUE * values.num_parts, place)
+        except SchemaError as error:
+            raise ToolsError(error.message, param=place) from error
         element: Form = {
             "type": "tag",
             "begin": f"<parameter={name}>\n",
-            "content": _xml_value(one, schema, f"{tool.place}.properties.{name}"),
+            "content": _xml_value(name, values, schema, place),
             "end": "\n</parameter>\n",
         }
         if name not in schema.get("required", []):
@@ -159,20 +185,38 @@ def _xml_arguments(tool: Tool) -> Form:
     return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
 
 
-def _xml_value(schema: Form, root: Form, place: str) -> Form:
-    """A parameter's text: a string as it is, everything else as JSON."""
-    if set(place.rsplit(".", 1)[-1]) & set("<>\n"):
+def _xml_value(name: str, values: ParameterValues, root: Form, place: str) -> Form:
+    """A parameter's text: strings as they are, everything else as JSON."""
+    if set(name) & set("<>\n"):
         raise ToolsError("a parameter's name cannot have '<', '>' or line ends", param=place)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if values is not None and all(isinstance(value, str) for value in values):
-        if any("<" in value or value != value.strip("\n") for value in values):
-            raise ToolsError("a value cannot have '<', nor line ends around it", param=place)
-        texts = [{"type": "const_string", "value": value} for value in values]
-        return texts[0] if len(texts) == 1 else {"type": "or", "elements": texts}
-    if schema.get("type") == "string" and values is None:
-        return _xml_text(schema, place)
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    alone = schema | definitions
+    if not values.has_texts:
+        return _xml_json(root["properties"][name], root, place)
+    forms = values.forms()
+    if forms.is_free:
+        texts = [_ANY_TEXT] if not forms.has_brackets else [*_TEXT_OF_NO_JSON]
+        return texts[0] if len(texts) == 1 else _one_of([*texts, *_xml_others(forms, root, place)])
+    texts = [_xml_text(one, place, has_brackets=forms.has_brackets) for one in forms.texts]
+    if any("<" in word or word != word.strip("\n") for word in forms.words):
+        raise ToolsError("a value cannot have '<', nor line ends around it", param=place)
+    texts += [{"type": "const_string", "value": word} for word in forms.words]
+    return _one_of([*texts, *_xml_others(forms, root, place)])
+
+
+def _one_of(elements: list[Form]) -> Form:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def _xml_others(forms: WrittenForms, root: Form, place: str) -> list[Form]:
+    if not forms.others:
+        return []
+    schema = forms.others[0] if len(forms.others) == 1 else {"anyOf": forms.others}
+    return [_xml_json(schema, root, place)]
+
+
+def _xml_json(schema: Form, root: Form, place: str) -> Form:
+    alone = schema
+    if has_references(schema):
+        alone = schema | {key: root[key] for key in ("$defs", "definitions") if key in root}
     if _leads_to_whole(alone):
         raise ToolsError(
             "in this model's form of calls a parameter cannot refer to all of them ('#'); put what "
@@ -193,17 +237,16 @@ def _leads_to_whole(schema: Any) -> bool:
     return isinstance(schema, list) and any(map(_leads_to_whole, schema))
 
 
-def _xml_text(schema: Form, place: str) -> Form:
+def _xml_text(schema: Form, place: str, *, has_brackets: bool) -> Form:
     """Text of a pattern, or of a length, has no angle bracket, so that its end is where it ends."""
     pattern = schema.get("pattern")
-    if pattern is None and not {"minLength", "maxLength"} & schema.keys():
-        return {"type": "any_text", "excludes": ["</parameter>", "</function>"]}
     if pattern is None:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         # No line end at either side: one is taken off when the text is read.
         pattern = rf"[^<\n]{{{least},{most}}}"
-    node = restricted(parse(pattern), _NO_ANGLE)
+    node = restricted(parse(pattern), _NO_BRACKET if has_brackets else _NO_ANGLE)
     text = "" if node is None else written(node)
     if not text:
-        raise ToolsError("the pattern cannot be held: it needs a '<'", param=place)
+        needed = "a '<', '[' or '{'" if has_brackets else "a '<'"
+        raise ToolsError(f"the pattern cannot be held: it needs {needed}", param=place)
     return {"type": "regex", "pattern": text}
