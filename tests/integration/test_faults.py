@@ -63,6 +63,8 @@ def kill_soon(llm: LLM) -> tuple[threading.Thread, list[float]]:
 
     def kill() -> None:
         wait_until(lambda: counter(llm, "isinglass_steps_total") > 20)
+        if llm.run_dir is not None:  # what is recorded is written out a while later
+            wait_until(lambda: len(read_run(llm.run_dir).steps) > 3)
         killed_at.append(time.monotonic())
         os.kill(llm.llm_engine.engine_core.core_pid, signal.SIGKILL)
 

@@ -51,7 +51,7 @@ def watch(
         "               kv_cache_memory_bytes=32 << 20, **settings)\n"
     )
     with script(start + body, model=model) as running:
-        code, out, err = running.finish(120)
+        code, out, err = running.finish()
         assert code == 0, err
         said = dict(line.split(" ", 1) for line in out.splitlines())
         run = read_run(running.folder / said["run"])

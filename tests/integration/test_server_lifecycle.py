@@ -114,6 +114,7 @@ def ask(server: ServerProcess) -> httpx.Response:
     )
 
 
+@pytest.mark.usefixtures("heeded_hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 def test_running_requests_end_and_new_ones_are_refused(
     text_llama: Path, private_temporary_folder: Path, tmp_path: Path, number: int
