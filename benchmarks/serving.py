@@ -111,7 +111,7 @@ def shapes(scale: float) -> list[Shape]:
 
 def our_command(model: str | None, port: int) -> list[str]:
     """How our server is started."""
-    command = [sys.executable, "-m", "engine.api.cli", "serve", *([model] if model else [])]
+    command = [sys.executable, "-m", "engine.cli.main", "serve", *([model] if model else [])]
     command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)]
     return [*command, "--max-num-seqs", str(MAX_NUM_SEQS), "--log-level", "warning"]
 

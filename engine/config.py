@@ -257,7 +257,7 @@ class EngineConfig:
 
     @staticmethod
     def _check_buckets(text: str) -> None:
-        from instrumentation.histogram_buckets import parse_buckets
+        from instrumentation.metrics.buckets import parse_buckets
 
         try:
             parse_buckets(text)

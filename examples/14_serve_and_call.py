@@ -10,7 +10,7 @@ import openai
 
 URL = "http://127.0.0.1:8123"
 server = subprocess.Popen(
-    [sys.executable, "-m", "engine.api.cli", "serve", "--port", "8123", "--log-level", "warning"]
+    [sys.executable, "-m", "engine.cli.main", "serve", "--port", "8123", "--log-level", "warning"]
 )
 
 

@@ -7,7 +7,6 @@ every process imports the rest.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from instrumentation.api import NULL, Instrument, Span
 from instrumentation.config import ObservabilityConfig, option
 from instrumentation.labels import StepLabel, format_step_label, parse_step_label, step_kind
 from instrumentation.names import (
@@ -24,9 +23,10 @@ from instrumentation.names import (
     ThreadName,
     WaitingReason,
 )
-from instrumentation.ranges import Ranges
-from instrumentation.request_records import RequestArrived, RequestTimeline
-from instrumentation.step_records import (
+from instrumentation.record.instrument import NULL, Instrument, Span
+from instrumentation.record.ranges import Ranges
+from instrumentation.record.request_records import RequestArrived, RequestTimeline
+from instrumentation.record.step_records import (
     Admission,
     GrammarTotals,
     Preemption,
@@ -36,41 +36,41 @@ from instrumentation.step_records import (
 from instrumentation.trace_context import parse_traceparent
 
 if TYPE_CHECKING:
-    from instrumentation.console import ConsoleStatus
-    from instrumentation.layer_ranges import LayerRanges
-    from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
-    from instrumentation.metrics import Metrics
-    from instrumentation.profile_files import ProfileError, ProfileState, ProfileStatus
-    from instrumentation.request_report import RequestReport, report_request
-    from instrumentation.slo import MissCause, Objective, objectives_of, slo_misses
-    from instrumentation.step_history import StepHistory
-    from instrumentation.torch_profiler import (
+    from instrumentation.explain.console import ConsoleStatus
+    from instrumentation.explain.request_report import RequestReport, report_request
+    from instrumentation.explain.slo import MissCause, Objective, objectives_of, slo_misses
+    from instrumentation.explain.step_history import StepHistory
+    from instrumentation.metrics.frontend import Metrics
+    from instrumentation.metrics.types import Counter, Gauge, Histogram, Metric
+    from instrumentation.profile.files import ProfileError, ProfileState, ProfileStatus
+    from instrumentation.profile.layer_ranges import LayerRanges
+    from instrumentation.profile.torch_profiler import (
         ProfileOptions,
         TorchProfiler,
         initialize_torch_profiler,
     )
 
 _MODULES_WHEN_ASKED_FOR = {
-    "ConsoleStatus": "instrumentation.console",
-    "Counter": "instrumentation.metric_types",
-    "Gauge": "instrumentation.metric_types",
-    "Histogram": "instrumentation.metric_types",
-    "Metric": "instrumentation.metric_types",
-    "Metrics": "instrumentation.metrics",
-    "LayerRanges": "instrumentation.layer_ranges",
-    "ProfileError": "instrumentation.profile_files",
-    "ProfileOptions": "instrumentation.torch_profiler",
-    "ProfileState": "instrumentation.profile_files",
-    "ProfileStatus": "instrumentation.profile_files",
-    "TorchProfiler": "instrumentation.torch_profiler",
-    "initialize_torch_profiler": "instrumentation.torch_profiler",
-    "MissCause": "instrumentation.slo",
-    "Objective": "instrumentation.slo",
-    "RequestReport": "instrumentation.request_report",
-    "StepHistory": "instrumentation.step_history",
-    "report_request": "instrumentation.request_report",
-    "objectives_of": "instrumentation.slo",
-    "slo_misses": "instrumentation.slo",
+    "ConsoleStatus": "instrumentation.explain.console",
+    "Counter": "instrumentation.metrics.types",
+    "Gauge": "instrumentation.metrics.types",
+    "Histogram": "instrumentation.metrics.types",
+    "Metric": "instrumentation.metrics.types",
+    "Metrics": "instrumentation.metrics.frontend",
+    "LayerRanges": "instrumentation.profile.layer_ranges",
+    "ProfileError": "instrumentation.profile.files",
+    "ProfileOptions": "instrumentation.profile.torch_profiler",
+    "ProfileState": "instrumentation.profile.files",
+    "ProfileStatus": "instrumentation.profile.files",
+    "TorchProfiler": "instrumentation.profile.torch_profiler",
+    "initialize_torch_profiler": "instrumentation.profile.torch_profiler",
+    "MissCause": "instrumentation.explain.slo",
+    "Objective": "instrumentation.explain.slo",
+    "RequestReport": "instrumentation.explain.request_report",
+    "StepHistory": "instrumentation.explain.step_history",
+    "report_request": "instrumentation.explain.request_report",
+    "objectives_of": "instrumentation.explain.slo",
+    "slo_misses": "instrumentation.explain.slo",
 }
 
 __all__ = [

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from instrumentation.config import ObservabilityConfig
 from instrumentation.hooks.registry import GATE_VARIABLE
-from instrumentation.nvtx_ranges import choose_nvtx
 from instrumentation.otel.settings import (
     OtlpSettings,
     application_provider,
     is_disabled,
     read_settings,
 )
+from instrumentation.profile.nvtx import choose_nvtx
 
 
 class AuditState(StrEnum):

@@ -6,15 +6,15 @@ Knows the options and every sink. Engine code does not come here, only the entry
 import atexit
 import functools
 
-from instrumentation.api import NULL, Instrument
 from instrumentation.config import ObservabilityConfig
-from instrumentation.drain import Drain
-from instrumentation.flight import FlightRecorder, SlowStepWatch, role_is_watched
-from instrumentation.live import LEVEL_WITHOUT_PHASES, LiveInstrument
 from instrumentation.names import MAIN_THREAD_OF_ROLE
-from instrumentation.nvtx_ranges import choose_nvtx
-from instrumentation.sinks import JournalSink
-from instrumentation.throttle import Throttle
+from instrumentation.profile.nvtx import choose_nvtx
+from instrumentation.record.drain import Drain
+from instrumentation.record.flight import FlightRecorder, SlowStepWatch, role_is_watched
+from instrumentation.record.instrument import NULL, Instrument
+from instrumentation.record.live import LEVEL_WITHOUT_PHASES, LiveInstrument
+from instrumentation.record.sinks import JournalSink
+from instrumentation.record.throttle import Throttle
 
 
 def setup(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from instrumentation.api import Instrument, Span
 from instrumentation.names import PHASES, Event, Phase, StartupPhase, ThreadName
-from instrumentation.records import EventRecord, StartupRecord
-from instrumentation.request_records import RequestArrived, RequestTimeline
-from instrumentation.step_records import StepRecord, WorkerStepRecord
+from instrumentation.record.instrument import Instrument, Span
+from instrumentation.record.records import EventRecord, StartupRecord
+from instrumentation.record.request_records import RequestArrived, RequestTimeline
+from instrumentation.record.step_records import StepRecord, WorkerStepRecord
 
 
 @dataclass(slots=True)

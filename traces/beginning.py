@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import msgspec
 
-from instrumentation.records import Spans
-from instrumentation.step_records import StepRecord
+from instrumentation.record.records import Spans
+from instrumentation.record.step_records import StepRecord
 from traces.journal_reader import ProcessRecords, Run, ThreadRecords
 
 

@@ -159,7 +159,7 @@ def run_picture(arguments: argparse.Namespace) -> int:
 
 def _pick_run(given: Sequence[str]) -> Path:
     """The run that paths mean: the one named, or the newest of several, or of a folder of runs."""
-    from instrumentation.journal import SUFFIX
+    from instrumentation.record.journal import SUFFIX
 
     paths = [Path(one) for one in given]
     if len(paths) == 1:

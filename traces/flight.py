@@ -13,12 +13,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from instrumentation.flight import is_flight_file
+from instrumentation.explain.step_budget import StepBudget, step_budgets
 from instrumentation.labels import format_step_label
 from instrumentation.names import AdmissionStop
-from instrumentation.records import EventRecord, FlightDump
-from instrumentation.step_budget import StepBudget, step_budgets
-from instrumentation.step_records import StepRecord, WorkerStepRecord
+from instrumentation.record.flight import is_flight_file
+from instrumentation.record.records import EventRecord, FlightDump
+from instrumentation.record.step_records import StepRecord, WorkerStepRecord
 from traces.journal_reader import ProcessRecords, read_run
 from traces.summary_text import format_ms
 

@@ -3,8 +3,8 @@
 Knows which slice an arrow leaves, passes and reaches. Does not know tracks nor packets.
 """
 
-from instrumentation.request_records import RequestTimeline
-from instrumentation.step_records import StepRecord, WorkerStepRecord
+from instrumentation.record.request_records import RequestTimeline
+from instrumentation.record.step_records import StepRecord, WorkerStepRecord
 from traces.journal_reader import Run
 from traces.lanes import Slice
 from traces.perfetto_writer import stable_id

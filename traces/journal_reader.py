@@ -12,10 +12,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from instrumentation.flight import is_flight_file
-from instrumentation.journal import SUFFIX, Journal, read_journal
 from instrumentation.names import Phase
-from instrumentation.records import (
+from instrumentation.record.flight import is_flight_file
+from instrumentation.record.journal import SUFFIX, Journal, read_journal
+from instrumentation.record.records import (
     ClockAnchor,
     Drops,
     EventRecord,
@@ -25,8 +25,8 @@ from instrumentation.records import (
     StartupRecord,
     ThreadStarted,
 )
-from instrumentation.request_records import RequestArrived, RequestTimeline
-from instrumentation.step_records import StepRecord, WorkerStepRecord
+from instrumentation.record.request_records import RequestArrived, RequestTimeline
+from instrumentation.record.step_records import StepRecord, WorkerStepRecord
 
 RecordT = TypeVar("RecordT")
 _PART = re.compile(r"\.part(\d+)$")

@@ -1,6 +1,6 @@
 """Operators of torch profiles, as slices of the run's Perfetto file.
 
-Knows the Chrome traces that `instrumentation.torch_profiler` leaves and how their clock relates to
+Knows the Chrome traces that `instrumentation.profile.torch_profiler` leaves and how their clock relates to
 ours. Does not know the run that they belong to, nor how a packet is written.
 
 Our own steps and phases are in a profile too; they are left out here, because the worker's track
@@ -18,7 +18,7 @@ import msgspec
 
 from instrumentation.labels import is_step_label
 from instrumentation.names import Phase
-from instrumentation.profile_files import ITERATION_PREFIX, TRACE_SUFFIX, ProfileClock
+from instrumentation.profile.files import ITERATION_PREFIX, TRACE_SUFFIX, ProfileClock
 from traces.lanes import Slice, nest
 from traces.perfetto_writer import Annotations, SequenceWriter
 

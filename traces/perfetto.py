@@ -17,10 +17,10 @@ import msgspec
 
 from instrumentation.labels import format_step_label
 from instrumentation.names import Role, ThreadName
-from instrumentation.process_header import read_clock_anchor
-from instrumentation.records import EventRecord, StartupRecord
-from instrumentation.request_records import RequestTimeline
-from instrumentation.step_records import StepRecord, WorkerStepRecord
+from instrumentation.record.process_header import read_clock_anchor
+from instrumentation.record.records import EventRecord, StartupRecord
+from instrumentation.record.request_records import RequestTimeline
+from instrumentation.record.step_records import StepRecord, WorkerStepRecord
 from traces.beginning import cut_at_beginning
 from traces.flows import Flows
 from traces.journal_reader import ProcessRecords, Run, ThreadRecords, read_run

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 
-from instrumentation.records import ClockAnchor
+from instrumentation.record.records import ClockAnchor
 from traces.lanes import Lane, edges
 
 _PACKETS_AT_A_TIME = 1000

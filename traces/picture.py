@@ -11,8 +11,8 @@ from pathlib import Path
 
 from instrumentation.labels import format_step_label, step_kind
 from instrumentation.names import ThreadName
-from instrumentation.request_records import RequestTimeline
-from instrumentation.step_records import StepRecord
+from instrumentation.record.request_records import RequestTimeline
+from instrumentation.record.step_records import StepRecord
 from traces.beginning import cut_at_beginning
 from traces.journal_reader import Run, read_run
 from traces.lanes import Slice

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, log10
 
-from instrumentation.request_records import RequestTimeline
+from instrumentation.record.request_records import RequestTimeline
 from traces.lanes import Slice
 from traces.request_slices import DECODE, PREFILL, QUEUED, request_slices
 

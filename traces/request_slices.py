@@ -3,7 +3,7 @@
 Knows which interval is called what. Does not know where it is drawn.
 """
 
-from instrumentation.request_records import RequestTimeline
+from instrumentation.record.request_records import RequestTimeline
 from traces.lanes import Slice
 
 QUEUED, PREFILL, DECODE, PREEMPTED, DELIVERY = (

@@ -4,8 +4,8 @@ Knows how to tell a request's life from steps. Does not know any view of it. Nee
 were killed, whose frontend had no time to write down what was in flight.
 """
 
-from instrumentation.request_records import RequestTimeline
-from instrumentation.step_records import StepRecord
+from instrumentation.record.request_records import RequestTimeline
+from instrumentation.record.step_records import StepRecord
 from traces.journal_reader import Run
 
 CUT_OFF = "the record of the run ends before the request does"

@@ -8,12 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from math import ceil
 
+from instrumentation.explain.step_budget import step_budgets
 from instrumentation.labels import format_step_label, step_kind
 from instrumentation.names import AdmissionStop, ThreadName
-from instrumentation.records import StartupRecord
-from instrumentation.request_records import RequestTimeline
-from instrumentation.step_budget import step_budgets
-from instrumentation.step_records import StepRecord, WorkerStepRecord
+from instrumentation.record.records import StartupRecord
+from instrumentation.record.request_records import RequestTimeline
+from instrumentation.record.step_records import StepRecord, WorkerStepRecord
 from traces.beginning import cut_at_beginning
 from traces.intervals import Interval, length, merge, overlap
 from traces.journal_reader import PhaseSpan, Run, read_run

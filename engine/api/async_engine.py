@@ -26,7 +26,7 @@ from engine.transport.client import EngineCoreClient
 from engine.transport.interrupts import children_outlive_sigterm
 from engine.types.attachment import CoreAttachment
 from instrumentation import Metric, SinkName
-from instrumentation.engine_metrics import Exporter
+from instrumentation.metrics.engine import Exporter
 
 _SPARE_S = 5.0
 """What closing may take at the end of the interpreter, besides the core's time to stop."""

@@ -20,7 +20,7 @@ from engine.frontend.input_processor import ProcessedParams, ProcessedPrompt, Pr
 from engine.frontend.output_stream import RequestStream
 from engine.frontend.request_intake import id_in_use
 from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION
-from engine.frontend.tokenizer import LONG_TEXT, Tokenizer
+from engine.text.tokenizer import LONG_TEXT, Tokenizer
 from engine.types.attachment import CoreAttachment
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import SamplingParams

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from engine.errors import PromptError
 from engine.frontend.input_processor import Prompt
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.types.sampling_checks import short
 
 Messages = Sequence[Mapping[str, Any]]

@@ -18,11 +18,11 @@ from engine.transport.client import EngineCoreClient
 from engine.types.attachment import CoreAttachment
 from instrumentation import Metric, Role, SinkName
 from instrumentation.audit import audit, without_effect
-from instrumentation.engine_metrics import Exporter
+from instrumentation.metrics.engine import Exporter
 from instrumentation.setup import setup
 
 if TYPE_CHECKING:
-    from instrumentation.prometheus import MetricsServer
+    from instrumentation.metrics.prometheus import MetricsServer
 
 logger = get_logger(__name__)
 

@@ -24,7 +24,7 @@ from engine.errors import (
 )
 from engine.frontend.input_processor import ProcessedPrompt, Prompt
 from engine.frontend.request_tracer import CHAT, TEXT_COMPLETION
-from engine.frontend.tokenizer import Tokenizer, checked_ids
+from engine.text.tokenizer import Tokenizer, checked_ids
 from engine.types.outputs import RequestOutput
 from engine.types.sampling import RequestOutputKind, SamplingParams
 from engine.types.sampling_checks import short

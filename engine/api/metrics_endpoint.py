@@ -11,7 +11,7 @@ from engine.log import get_logger
 from instrumentation import ObservabilityConfig, SinkName
 
 if TYPE_CHECKING:
-    from instrumentation.prometheus import MetricsServer
+    from instrumentation.metrics.prometheus import MetricsServer
 
 logger = get_logger(__name__)
 
@@ -28,8 +28,8 @@ def serve_metrics(
         return None
     if observer is None:
         raise ConfigError("metrics_port needs metrics: leave disable_log_stats out.")
-    from instrumentation.prometheus import MetricsServer, SnapshotCollector
-    from instrumentation.vllm_names import to_vllm
+    from instrumentation.metrics.prometheus import MetricsServer, SnapshotCollector
+    from instrumentation.metrics.vllm_names import to_vllm
 
     metrics = observer.metrics
     collector = SnapshotCollector(

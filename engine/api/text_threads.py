@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from engine.frontend.input_processor import Prompt
-from engine.frontend.tokenizer import LONG_TEXT
+from engine.text.tokenizer import LONG_TEXT
 
 _NUM_THREADS = 4
 _IDS_PER_CHARACTER = 4

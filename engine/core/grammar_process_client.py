@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
+from engine.interpreter import READ_BOOT, boot_line, command
 from engine.types.framing import Frames, framed
 from engine.types.grammar_messages import CompileRequest, CompileResult, Vocabulary
-from engine.types.interpreter import READ_BOOT, boot_line, command
 
 _CHUNK_BYTES: Final = 1 << 20
 _PROGRAM: Final = READ_BOOT + "from engine.frontend.grammar_process import serve; serve(**boot)"

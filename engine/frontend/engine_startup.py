@@ -15,8 +15,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.frontend.observer import EngineObserver
 from engine.frontend.request_tracer import RequestTracer
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
 from engine.resolve import resolve_limits
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 from engine.transport.client import EngineCoreClient
 from engine.types.messages import EngineCoreReadyResponse
 from engine.version import __version__

@@ -123,7 +123,7 @@ def _token_bytes(
 ) -> list[bytes]:
     """What each token adds to a text; nothing for special tokens, which never are text."""
     from engine.checkpoint.locate import resolve_model
-    from engine.frontend.tokenizer import get_tokenizer
+    from engine.text.tokenizer import get_tokenizer
 
     source = resolve_model(model, revision, download_dir)
     words = get_tokenizer(source, name=tokenizer, download_dir=download_dir)

@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 from engine.checkpoint.architecture import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import PromptError, RequestError, SamplingParamsError
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.types.messages import EngineCoreRequest
 from engine.types.sampling import SamplingParams
 from engine.types.sampling_checks import encodable, is_plain_integers, short

@@ -19,8 +19,8 @@ from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.queue_counter import QueueCounter
 from engine.frontend.request_intake import RequestIntake
 from engine.frontend.request_tracer import RequestTracer
-from engine.frontend.tokenizer import Tokenizer
 from engine.log import configure, get_logger, serving
+from engine.text.tokenizer import Tokenizer
 from engine.transport.client import EngineCoreClient
 from engine.types.messages import EngineCoreOutputs, FinishReason
 from engine.types.outputs import RequestOutput

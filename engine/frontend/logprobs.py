@@ -7,7 +7,7 @@ Knows which positions exist and which tokens came before each. Does not build di
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.types.logprobs import LazyLogprobs, LogprobsLists, LogprobsRow
 
 MAX_CONTEXT_TOKENS = 4

@@ -30,8 +30,8 @@ from instrumentation import (
     objectives_of,
     slo_misses,
 )
-from instrumentation.histogram_buckets import parse_buckets
-from instrumentation.request_metrics import ArrivedRequest
+from instrumentation.metrics.buckets import parse_buckets
+from instrumentation.metrics.requests import ArrivedRequest
 
 logger = get_logger(__name__)
 

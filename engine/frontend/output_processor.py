@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.frontend.detokenizer import IncrementalDetokenizer
 from engine.frontend.input_processor import ProcessedPrompt
 from engine.frontend.logprobs import LogprobsProcessor
 from engine.frontend.parallel_sampling import ParentRequest
-from engine.frontend.tokenizer import Tokenizer
 from engine.log import get_logger, set_served
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.types.logprobs import LogprobsLists
 from engine.types.messages import (
     CoreTimes,

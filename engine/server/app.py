@@ -1,32 +1,23 @@
 """The HTTP application: routes and error forms put together.
 
 Knows what is served. Each route lives in a file of its own; what happens to a request before it
-gets to a route is in `engine.server.middleware`.
+gets to a route is in `engine.server.http.middleware`.
 """
 
 import functools
 
 from fastapi import FastAPI
 
-from engine.server import (
-    api_page,
-    chat,
-    completions,
-    control,
-    debug,
-    health,
-    load,
-    models,
-    tokenization,
-)
-from engine.server.errors import add_error_handlers
+from engine.server.admin import api_page, control, debug, health, load
+from engine.server.admin.metrics import add_metrics
+from engine.server.http.errors import add_error_handlers
+from engine.server.http.methods import add_methods
+from engine.server.http.middleware import add_guards
+from engine.server.http.observe import observe
+from engine.server.http.route_names import RouteNames
 from engine.server.live import routes as live
-from engine.server.methods import add_methods
-from engine.server.metrics import add_metrics
-from engine.server.middleware import add_guards
-from engine.server.observe import observe
-from engine.server.protocol.common import ErrorResponse
-from engine.server.route_names import RouteNames
+from engine.server.openai import chat, completions, models, tokenization
+from engine.server.openai.protocol.common import ErrorResponse
 from engine.server.state import ServerState
 from engine.version import __version__
 

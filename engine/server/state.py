@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from engine.api.async_llm import AsyncLLM
-from engine.server.admission import Admission
-from engine.server.auth import ApiKeys
-from engine.server.chat_templates import ChatTemplates
+from engine.server.cluster.admission import Admission
+from engine.server.cluster.peers import Peers
+from engine.server.cluster.recording import ServerRecording
 from engine.server.config import ServerConfig
-from engine.server.errors import ApiError
-from engine.server.peers import Peers
-from engine.server.recording import ServerRecording
+from engine.server.http.auth import ApiKeys
+from engine.server.http.errors import ApiError
+from engine.server.openai.tools.chat_templates import ChatTemplates
 
 if TYPE_CHECKING:
-    from engine.server.metrics import MetricsPage
-    from engine.server.observe import Observation
-    from engine.server.route_names import RouteNames
+    from engine.server.admin.metrics import MetricsPage
+    from engine.server.http.observe import Observation
+    from engine.server.http.route_names import RouteNames
 
 
 class Phase(enum.Enum):

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from engine.types.interpreter import READ_BOOT
+from engine.interpreter import READ_BOOT
 
 _POLL_S = 0.5
 _REMOVALS = 5

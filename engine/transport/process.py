@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from engine.interpreter import boot_line, command
 from engine.log import readable_lines
 from engine.transport.boot import BLOCKED_AT_START, BOOTSTRAP
 from engine.transport.interrupts import children_begin_blocking
-from engine.types.interpreter import boot_line, command
 
 _LOG_LINES = 40
 _SPIN_COUNT = "20000"

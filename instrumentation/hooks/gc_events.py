@@ -11,10 +11,10 @@ import time
 from types import ModuleType
 from typing import Any
 
-from instrumentation.api import Instrument
 from instrumentation.hooks.fence import Fence
 from instrumentation.hooks.recording import thread_instrument
 from instrumentation.names import Event
+from instrumentation.record.instrument import Instrument
 
 VARIABLE = "ISINGLASS_HOOKS_GC_MIN_US"
 _DEFAULT_MIN_US = 100

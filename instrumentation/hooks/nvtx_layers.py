@@ -9,9 +9,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from instrumentation.hooks.fence import Fence
-from instrumentation.layer_ranges import ModuleRanges, is_traced
-from instrumentation.nvtx_ranges import choose_nvtx
-from instrumentation.ranges import Ranges
+from instrumentation.profile.layer_ranges import ModuleRanges, is_traced
+from instrumentation.profile.nvtx import choose_nvtx
+from instrumentation.record.ranges import Ranges
 
 
 class GlobalLayerRanges:

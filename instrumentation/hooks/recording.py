@@ -8,10 +8,10 @@ import atexit
 import os
 import threading
 
-from instrumentation.api import Instrument
 from instrumentation.config import ObservabilityConfig
 from instrumentation.hooks.folder import hooks_folder
 from instrumentation.names import Role
+from instrumentation.record.instrument import Instrument
 from instrumentation.setup import setup
 
 _instruments: dict[str, Instrument] = {}

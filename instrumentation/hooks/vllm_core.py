@@ -10,7 +10,6 @@ import time
 from types import FrameType
 from typing import Any
 
-from instrumentation.api import Instrument, Span
 from instrumentation.hooks.fence import Fence, wrap
 from instrumentation.hooks.progress import Progress, set_probe
 from instrumentation.hooks.recording import process_instrument
@@ -18,7 +17,8 @@ from instrumentation.hooks.vllm_pool import PoolCounts
 from instrumentation.hooks.vllm_requests import RequestBook
 from instrumentation.hooks.vllm_worker import STEP_ATTRIBUTE
 from instrumentation.names import AdmissionStop, Event, FlightReason, Role, StartupPhase
-from instrumentation.step_records import Preemption, StepRecord
+from instrumentation.record.instrument import Instrument, Span
+from instrumentation.record.step_records import Preemption, StepRecord
 
 _now_ns = time.monotonic_ns
 

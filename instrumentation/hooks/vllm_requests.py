@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from instrumentation.api import Instrument
 from instrumentation.labels import StepLabel
-from instrumentation.request_records import RequestTimeline
+from instrumentation.record.instrument import Instrument
+from instrumentation.record.request_records import RequestTimeline
 
 
 class Admitted(NamedTuple):

@@ -7,13 +7,13 @@ Does not know the scheduler: the step's number and label come with the plan.
 import time
 from typing import Any
 
-from instrumentation.api import Instrument, Span
 from instrumentation.hooks.fence import Fence, wrap
 from instrumentation.hooks.recording import existing_instrument, process_instrument
 from instrumentation.labels import StepLabel
-from instrumentation.layer_ranges import is_traced
 from instrumentation.names import Phase, Role, ThreadName
-from instrumentation.step_records import WorkerStepRecord
+from instrumentation.profile.layer_ranges import is_traced
+from instrumentation.record.instrument import Instrument, Span
+from instrumentation.record.step_records import WorkerStepRecord
 
 STEP_ATTRIBUTE = "isinglass_step"
 """Attribute of a plan of vLLM's scheduler: (step, *label)."""

@@ -7,7 +7,7 @@ a rename is a change of this file alone.
 
 from typing import Final
 
-from instrumentation import request_metrics
+from instrumentation.metrics import requests as request_metrics
 
 SCOPE: Final = "isinglass"
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.41.0"

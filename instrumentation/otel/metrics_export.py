@@ -27,8 +27,8 @@ from opentelemetry.sdk.metrics.export import Sum as OtlpSum
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from instrumentation.metric_info import METRICS
-from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
+from instrumentation.metrics.info import METRICS
+from instrumentation.metrics.types import Counter, Gauge, Histogram, Metric
 from instrumentation.otel import attributes as names
 from instrumentation.otel.health import ExportHealth, last_reason, reasons_of_failure
 from instrumentation.otel.operations import OperationLatencies

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from instrumentation import request_metrics
-from instrumentation.accumulators import HistogramFamily
-from instrumentation.metric_types import Histogram
+from instrumentation.metrics import requests as request_metrics
+from instrumentation.metrics.accumulators import HistogramFamily
+from instrumentation.metrics.requests import exemplar_of
+from instrumentation.metrics.types import Histogram
 from instrumentation.otel import attributes as names
-from instrumentation.request_metrics import exemplar_of
-from instrumentation.request_records import RequestTimeline
+from instrumentation.record.request_records import RequestTimeline
 
 
 class OperationLatencies:

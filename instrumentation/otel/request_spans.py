@@ -31,7 +31,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from instrumentation.otel import attributes as names
-from instrumentation.request_records import RequestTimeline
+from instrumentation.record.request_records import RequestTimeline
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _MAX_ENDED_CONTEXTS = 8192

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from instrumentation.config import ObservabilityConfig
-from instrumentation.metric_types import Metric
+from instrumentation.metrics.types import Metric
 from instrumentation.otel.settings import application_provider, is_disabled, read_settings
 
 if TYPE_CHECKING:

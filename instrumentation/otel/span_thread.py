@@ -17,8 +17,8 @@ from instrumentation.otel.health import ExportHealth
 from instrumentation.otel.http_spans import HttpSpans
 from instrumentation.otel.request_spans import RequestSpans
 from instrumentation.otel.step_spans import StepSpans
-from instrumentation.request_records import RequestTimeline
-from instrumentation.step_records import StepRecord, WorkerStepRecord
+from instrumentation.record.request_records import RequestTimeline
+from instrumentation.record.step_records import StepRecord, WorkerStepRecord
 
 _MAX_INBOX = 8192
 _WAKE_AT = 512

@@ -23,7 +23,7 @@ from instrumentation.labels import format_step_label, step_kind
 from instrumentation.names import AdmissionStop, GraphMode, Phase, Role
 from instrumentation.otel import attributes as names
 from instrumentation.otel.request_spans import wall_offset_ns
-from instrumentation.step_records import StepRecord, WorkerStepRecord
+from instrumentation.record.step_records import StepRecord, WorkerStepRecord
 
 SAMPLE_EVERY = 100
 CAPACITY = 2048

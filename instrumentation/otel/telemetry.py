@@ -17,8 +17,8 @@ from typing import Any
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from instrumentation.config import ObservabilityConfig
-from instrumentation.histogram_buckets import parse_buckets
-from instrumentation.metric_types import Metric
+from instrumentation.metrics.buckets import parse_buckets
+from instrumentation.metrics.types import Metric
 from instrumentation.otel import attributes as names
 from instrumentation.otel.exporting import BoundedProcessor, GuardedExporter
 from instrumentation.otel.health import ExportHealth, capture_exporter_logs
@@ -36,8 +36,8 @@ from instrumentation.otel.selftest import start_self_test
 from instrumentation.otel.settings import OtlpSettings, Target
 from instrumentation.otel.span_thread import SpanThread, Tracers
 from instrumentation.otel.startup_spans import StartupPhaseTimes, write_startup
-from instrumentation.request_records import RequestTimeline
-from instrumentation.step_records import StepRecord, WorkerStepRecord
+from instrumentation.record.request_records import RequestTimeline
+from instrumentation.record.step_records import StepRecord, WorkerStepRecord
 
 _MAX_INTERVAL_S = 86_400.0
 CLOSE_TIMEOUT_S = 2.0

@@ -101,7 +101,7 @@ def embedded_reference() -> ReferenceModel:
 def embedded_prompts() -> list[list[int]]:
     """24 texts of 5 to 1,500 tokens, as token ids of the embedded model."""
     from engine.checkpoint.locate import resolve_model
-    from engine.frontend.tokenizer import get_tokenizer
+    from engine.text.tokenizer import get_tokenizer
 
     tokenizer = get_tokenizer(resolve_model(None))
     lengths = [round(5 * 300 ** (number / 23)) for number in range(24)]

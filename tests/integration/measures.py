@@ -4,7 +4,7 @@ Knows the shapes of the series. Does not know what they should hold.
 """
 
 from engine import LLM
-from instrumentation.metric_types import Histogram
+from instrumentation.metrics.types import Histogram
 
 
 def series(llm: LLM, name: str) -> dict[tuple[str, ...], float]:

@@ -93,7 +93,7 @@ class ServerProcess:
         try:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "engine.api.cli", "serve"),
+                    *(sys.executable, "-m", "engine.cli.main", "serve"),
                     *(() if "--uds" in self._flags else ("--port", str(self.port))),
                     "--no-warm-up-structured-outputs",  # seconds of a processor, for each server
                     *self._flags,

@@ -19,7 +19,7 @@ def bench(server: ServerProcess, *arguments: str) -> dict[str, Any]:
     """Run the command; its document."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "engine.api.cli", "bench", "serve"),
+            *(sys.executable, "-m", "engine.cli.main", "bench", "serve"),
             *("--base-url", server.url, *arguments),
         ],
         cwd=ROOT,

@@ -493,7 +493,7 @@ def test_a_server_that_never_answers_is_waited_for_as_long_as_told() -> None:
 def command(*arguments: str) -> subprocess.Popen[str]:
     """The command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "engine.api.cli", "bench", "serve", *arguments],
+        [sys.executable, "-m", "engine.cli.main", "bench", "serve", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

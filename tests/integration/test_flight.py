@@ -166,7 +166,7 @@ def test_on_request_by_signal_and_at_a_slow_step(tiny_llama: Path, tmp_path: Pat
         assert record.steps[-1].finished
         assert len(list(tmp_path.glob("flight-slow_step-*"))) == 1, "at most one a minute"
     shown = subprocess.run(
-        [sys.executable, "-m", "engine.api.cli", "flight", "show", path, "--last", "3"],
+        [sys.executable, "-m", "engine.cli.main", "flight", "show", path, "--last", "3"],
         capture_output=True,
         text=True,
         check=True,

@@ -22,7 +22,7 @@ from traces.journal_reader import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "instrumentation" / "hooks" / "site"
-MAIN = "import sys; from engine.api.cli import main; sys.exit(main())"
+MAIN = "import sys; from engine.cli.main import main; sys.exit(main())"
 MARK = "isinglass hooks:"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

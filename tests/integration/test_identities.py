@@ -14,8 +14,8 @@ from engine import LLM, AdapterLogitsProcessor, PromptError, RequestOutput, Samp
 from engine.types.sampling import RequestOutputKind
 from engine.worker.logits_processor import RequestLogitsProcessor
 from instrumentation import AdmissionStop
-from instrumentation.attribution import attribute, cost_by_request
-from instrumentation.step_budget import step_budgets
+from instrumentation.explain.attribution import attribute, cost_by_request
+from instrumentation.explain.step_budget import step_budgets
 from tests.integration.conftest import SMALL
 from tests.integration.measures import counter
 from tests.tiny_models import VOCAB_SIZE

@@ -18,11 +18,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-import instrumentation.metrics  # noqa: F401  it fills the catalogue
+import instrumentation.metrics.frontend  # noqa: F401  it fills the catalogue
 from engine.checkpoint.locate import embedded_model_path
 from engine.server.live.facts import REQUEST_COLUMNS, STEP_COLUMNS
 from instrumentation import StepLabel, parse_step_label, step_kind
-from instrumentation.metric_info import METRICS
+from instrumentation.metrics.info import METRICS
 from tests.integration import server_process
 from tests.integration.browser import CHROMIUM, Tab, browser
 from tests.integration.server_facts import scrape

@@ -14,9 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from engine import LLM, ConfigError, PromptError, SamplingParams
-from instrumentation.metric_info import METRICS
-from instrumentation.server_metrics import SERVER_METRICS
-from instrumentation.vllm_names import DERIVED, SAME_VALUES
+from instrumentation.metrics.info import METRICS
+from instrumentation.metrics.server import SERVER_METRICS
+from instrumentation.metrics.vllm_names import DERIVED, SAME_VALUES
 from tests.integration.conftest import SMALL
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -19,7 +19,7 @@ import torch
 
 from engine import LLM, EngineDeadError, PromptError, SamplingParams, SamplingParamsError
 from instrumentation import StepRecord, format_step_label
-from instrumentation.metric_types import Counter, Gauge, Histogram
+from instrumentation.metrics.types import Counter, Gauge, Histogram
 from instrumentation.names import PHASES, STARTUP_PHASES
 from tests.integration.conftest import SMALL
 from tests.integration.otlp_receiver import (

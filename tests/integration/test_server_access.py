@@ -20,7 +20,7 @@ import pytest
 from tests.integration.server_process import ROOT, SMALL_FLAGS, ServerProcess
 from tests.waiting import PATIENCE_S, wait_until
 
-SERVE = (sys.executable, "-m", "engine.api.cli", "serve")
+SERVE = (sys.executable, "-m", "engine.cli.main", "serve")
 COMPLETION = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True, "temperature": 0}
 
 

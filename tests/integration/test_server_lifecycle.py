@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.api.cli import main
+from engine.cli.main import main
 from tests.integration.scripts import is_running, socket_folders
 from tests.integration.server_facts import processes
 from tests.integration.server_process import (
@@ -146,7 +146,7 @@ def test_running_requests_end_and_new_ones_are_refused(
     assert_nothing_left(pids, private_temporary_folder)
     (run,) = (tmp_path / "runs").iterdir()
     read = subprocess.run(
-        [sys.executable, "-m", "engine.api.cli", "trace", "summary", "--json", str(run)],
+        [sys.executable, "-m", "engine.cli.main", "trace", "summary", "--json", str(run)],
         cwd=ROOT,
         capture_output=True,
         check=False,
@@ -280,7 +280,7 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
 def test_standard_streams_that_are_closed_or_full(text_llama: Path) -> None:
     server = ServerProcess(wait=False)  # for its way to ask for health
     server.port = free_port()
-    command = [sys.executable, "-m", "engine.api.cli", "serve", str(text_llama)]
+    command = [sys.executable, "-m", "engine.cli.main", "serve", str(text_llama)]
     command += [*SMALL_FLAGS, "--port", str(server.port)]
     process = subprocess.Popen(
         ["sh", "-c", 'exec "$@" <&- >&- 2>/dev/full', "sh", *command],
@@ -307,7 +307,7 @@ def test_an_http_server_that_fails_leaves_nothing(
         await asyncio.sleep(0.7)
         raise OSError("no more sockets")
 
-    monkeypatch.setattr("engine.server.serve._Server.serve", fail)
+    monkeypatch.setattr("engine.server.process.serve._Server.serve", fail)
     over = threading.Event()
     thread = threading.Thread(target=over.wait)  # of the program that calls, which goes on
     thread.start()

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.server.protocol.chat import ChatCompletionChunk, ChatCompletionResponse
-from engine.server.protocol.completion import CompletionChunk, CompletionResponse
+from engine.server.openai.protocol.chat import ChatCompletionChunk, ChatCompletionResponse
+from engine.server.openai.protocol.completion import CompletionChunk, CompletionResponse
 from tests.integration.conftest import EXACT
 from tests.integration.server_process import ServerProcess, stream_lines
 from tests.waiting import PATIENCE_S

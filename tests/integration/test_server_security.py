@@ -115,7 +115,7 @@ def test_no_page_has_an_outside_address() -> None:
     from engine import AsyncLLM
     from engine.server.app import make_app
     from engine.server.config import ServerConfig
-    from engine.server.middleware import PAGES
+    from engine.server.http.middleware import PAGES
     from engine.server.state import ServerState
 
     client = TestClient(make_app(ServerState(AsyncLLM(), ServerConfig())))
@@ -284,10 +284,10 @@ def test_documents_are_a_variable_of_the_template(client: httpx.Client) -> None:
 
 def test_templates_of_requests_need_the_operators_leave(text_llama: Path) -> None:
     from engine.checkpoint.locate import resolve_model
-    from engine.frontend.tokenizer import get_tokenizer
-    from engine.server.chat_templates import ChatTemplates
     from engine.server.config import ServerConfig
-    from engine.server.errors import ApiError
+    from engine.server.http.errors import ApiError
+    from engine.server.openai.tools.chat_templates import ChatTemplates
+    from engine.text.tokenizer import get_tokenizer
 
     tokenizer = get_tokenizer(resolve_model(str(text_llama)))
     templates = ChatTemplates(ServerConfig())

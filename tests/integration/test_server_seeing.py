@@ -21,8 +21,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from engine.checkpoint.locate import embedded_model_path
-from instrumentation.metric_info import METRICS, AfterDeath, MetricKind
-from instrumentation.vllm_names import SAME_VALUES
+from instrumentation.metrics.info import METRICS, AfterDeath, MetricKind
+from instrumentation.metrics.vllm_names import SAME_VALUES
 from tests.integration.otlp_receiver import (
     OtlpReceiver,
     ReceivedSpan,

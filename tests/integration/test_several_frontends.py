@@ -19,7 +19,7 @@ import pytest
 
 from engine import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from engine.config import EngineConfig
-from engine.server.metrics_share import MetricsShare
+from engine.server.cluster.metrics_share import MetricsShare
 from engine.transport.core_process import CoreProcess
 from engine.transport.mp_client import SyncMPClient
 from engine.types.attachment import CoreAttachment

@@ -10,9 +10,9 @@ import pytest
 
 from engine import LLM, SamplingParams
 from instrumentation import SinkName, StepRecord
-from instrumentation.live import RING_CAPACITY, LiveInstrument
-from instrumentation.records import Record, ThreadStarted
-from instrumentation.sinks import JournalSink
+from instrumentation.record.live import RING_CAPACITY, LiveInstrument
+from instrumentation.record.records import Record, ThreadStarted
+from instrumentation.record.sinks import JournalSink
 from tests.integration.conftest import SMALL
 from tests.integration.measures import series
 from tests.integration.scripts import script
@@ -105,7 +105,7 @@ def fault_in(llm: LLM, sink: SinkName, patch: pytest.MonkeyPatch) -> Iterator[No
     elif sink is SinkName.NVTX:
         core_obs(llm).set_ranges(BadRanges())
     elif sink is SinkName.FLIGHT_RECORDER:
-        patch.setattr("instrumentation.flight.FlightRecorder.dump", fail)
+        patch.setattr("instrumentation.record.flight.FlightRecorder.dump", fail)
         assert core_obs(llm).process.dump_flight(0) is None
     yield
 
@@ -149,7 +149,7 @@ def test_a_stuck_sink_blocks_neither_steps_nor_the_end(
     tiny_llama: Path, tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocked for as long as the test lasts, in both processes; memory stays within the rings."""
-    monkeypatch.setattr("instrumentation.live._CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("instrumentation.record.live._CLOSE_TIMEOUT_S", 0.3)
     released = threading.Event()
     stuck: list[object] = []
     unstuck: list[bool] = []

@@ -24,7 +24,7 @@ from traces.perfetto import write_perfetto
 VLLM_PYTHON = os.environ.get("ISINGLASS_TEST_VLLM_PYTHON")
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("vllm_run.py")
-MAIN = "import sys; from engine.api.cli import main; sys.exit(main())"
+MAIN = "import sys; from engine.cli.main import main; sys.exit(main())"
 TIMEOUT_S = 600
 
 pytestmark = [

@@ -171,7 +171,7 @@ if __name__ == "__main__":
 
 
 def test_a_full_disk_below_the_text_of_the_command() -> None:
-    command = f"{sys.executable} -m engine.api.cli generate Hi --max-tokens 2 > /dev/full"
+    command = f"{sys.executable} -m engine.cli.main generate Hi --max-tokens 2 > /dev/full"
     done = subprocess.run(
         ["sh", "-c", command],
         stderr=subprocess.PIPE,

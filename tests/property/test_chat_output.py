@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.server.reasoning.registry import REASONING_FORMATS
-from engine.server.tools.chat_output import ChatOutputParser
-from engine.server.tools.definitions import check_tools
-from engine.server.tools.formats import CALL_FORMATS
-from engine.server.tools.pieces import ChatOutput, Content, Reasoning, ToolCallStart, gather
-from engine.server.tools.whole_output import NamedCallParser, RequiredCallParser
+from engine.server.openai.reasoning.registry import REASONING_FORMATS
+from engine.server.openai.tools.chat_output import ChatOutputParser
+from engine.server.openai.tools.definitions import check_tools
+from engine.server.openai.tools.formats import CALL_FORMATS
+from engine.server.openai.tools.pieces import ChatOutput, Content, Reasoning, ToolCallStart, gather
+from engine.server.openai.tools.whole_output import NamedCallParser, RequiredCallParser
 
 NAMES = ("f", "get_weather", "a.b")
 TOOLS = check_tools([{"type": "function", "function": {"name": name}} for name in NAMES])

@@ -11,8 +11,8 @@ import xgrammar
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from engine.server.tools.definitions import ToolsError
-from engine.server.tools.plan import ChatFormats, ChatPlan, plan_chat
+from engine.server.openai.tools.definitions import ToolsError
+from engine.server.openai.tools.plan import ChatFormats, ChatPlan, plan_chat
 from engine.types.grammar_messages import compile_constraint
 from tests.unit.grammar_walks import byte_compiler, finished_texts
 

@@ -4,8 +4,8 @@ import random
 from typing import Any
 
 from instrumentation import Metrics, Preemption, RequestTimeline, StartupPhase, StepRecord
-from instrumentation.engine_metrics import ENGINE_INFO, MEMORY_COMPONENTS
-from instrumentation.prometheus import SnapshotCollector, exposition
+from instrumentation.metrics.engine import ENGINE_INFO, MEMORY_COMPONENTS
+from instrumentation.metrics.prometheus import SnapshotCollector, exposition
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from instrumentation.journal import SUFFIX, JournalWriter
 from instrumentation.names import AdmissionStop, Event, Phase, Role, StartupPhase, ThreadName
-from instrumentation.records import (
+from instrumentation.record.journal import SUFFIX, JournalWriter
+from instrumentation.record.records import (
     ClockAnchor,
     EventRecord,
     ProcessHeader,
@@ -19,8 +19,8 @@ from instrumentation.records import (
     StartupRecord,
     ThreadStarted,
 )
-from instrumentation.request_records import RequestArrived, RequestTimeline
-from instrumentation.step_records import Preemption, StepRecord, WorkerStepRecord
+from instrumentation.record.request_records import RequestArrived, RequestTimeline
+from instrumentation.record.step_records import Preemption, StepRecord, WorkerStepRecord
 
 START_NS = 5_000_000_000_000
 _BLOCK_TOKENS = 16

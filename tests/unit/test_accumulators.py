@@ -21,13 +21,18 @@ from instrumentation import (
     SinkName,
     StepRecord,
     WorkerStepRecord,
-    cache_metrics,
-    engine_metrics,
-    request_metrics,
-    step_metrics,
 )
-from instrumentation.accumulators import CounterFamily, GaugeFamily, HistogramFamily, bound_text
-from instrumentation.metric_info import (
+from instrumentation.metrics import cache as cache_metrics
+from instrumentation.metrics import engine as engine_metrics
+from instrumentation.metrics import requests as request_metrics
+from instrumentation.metrics import steps as step_metrics
+from instrumentation.metrics.accumulators import (
+    CounterFamily,
+    GaugeFamily,
+    HistogramFamily,
+    bound_text,
+)
+from instrumentation.metrics.info import (
     METRICS,
     PREFIX,
     SECONDS_BUCKETS,

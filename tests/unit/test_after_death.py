@@ -3,13 +3,13 @@
 import pytest
 
 from instrumentation import Metric, Metrics, StepRecord
-from instrumentation.metric_info import METRICS, AfterDeath, MetricKind
-from instrumentation.metric_types import Counter, Gauge
+from instrumentation.metrics.info import METRICS, AfterDeath, MetricKind
+from instrumentation.metrics.requests import ArrivedRequest
+from instrumentation.metrics.types import Counter, Gauge
+from instrumentation.metrics.vllm_names import to_vllm
 from instrumentation.names import AdmissionStop
-from instrumentation.request_metrics import ArrivedRequest
-from instrumentation.step_records import GrammarTotals
+from instrumentation.record.step_records import GrammarTotals
 from instrumentation.testing import FakeClock
-from instrumentation.vllm_names import to_vllm
 from tests.unit.scrapes import LABELS, start
 
 

@@ -19,7 +19,7 @@ from instrumentation import (
     report_request,
     slo_misses,
 )
-from instrumentation.attribution import (
+from instrumentation.explain.attribution import (
     EQUAL_COST_CONTEXT,
     Contexts,
     attribute,
@@ -27,7 +27,7 @@ from instrumentation.attribution import (
     share_step,
     split,
 )
-from instrumentation.request_report import HEAD_OF_LINE
+from instrumentation.explain.request_report import HEAD_OF_LINE
 
 MS = 1_000_000
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.bench import cli, command
+from engine.bench import command
 from engine.bench.measure import Objective
 from engine.bench.prompts import FilePrompts, FixedPrompts, RandomPrompts, SharedPrefixPrompts
 from engine.bench.settings import LoadSettings
+from engine.cli import bench as cli
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

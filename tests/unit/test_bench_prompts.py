@@ -124,7 +124,7 @@ def test_a_report_says_what_makes_the_prompts_again(tmp_path: Path) -> None:
 
 def test_each_word_is_one_token_of_the_embedded_model() -> None:
     from engine.checkpoint.locate import resolve_model
-    from engine.frontend.tokenizer import get_tokenizer
+    from engine.text.tokenizer import get_tokenizer
 
     tokenizer = get_tokenizer(resolve_model(None))
     counts = Counter(len(tokenizer.encode(f" {word}")) for word in WORDS)

@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.locate import resolve_model
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
-from engine.server.chat_answers import ChatAnswerPlan, ChatCollector, ChatWriter, merged_deltas
-from engine.server.protocol.chat import ChatCompletionChunk, ChatCompletionResponse
-from engine.server.tools.pieces import Content, Reasoning, ToolCallArguments, ToolCallStart
-from engine.server.tools.plan import ChatFormats, plan_chat
+from engine.server.openai.chat_answers import (
+    ChatAnswerPlan,
+    ChatCollector,
+    ChatWriter,
+    merged_deltas,
+)
+from engine.server.openai.protocol.chat import ChatCompletionChunk, ChatCompletionResponse
+from engine.server.openai.tools.pieces import Content, Reasoning, ToolCallArguments, ToolCallStart
+from engine.server.openai.tools.plan import ChatFormats, plan_chat
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 from engine.types.logprobs import Logprob
 from engine.types.outputs import CompletionOutput, RequestOutput
 

@@ -8,11 +8,11 @@ import xgrammar
 
 from engine.checkpoint.locate import resolve_model
 from engine.errors import ConfigError, PromptError
-from engine.frontend.chat_template import render_chat
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
-from engine.server.tools.definitions import ToolsError
-from engine.server.tools.pieces import ChatOutput
-from engine.server.tools.plan import ChatFormats, ChatPlan, plan_chat
+from engine.server.openai.tools.definitions import ToolsError
+from engine.server.openai.tools.pieces import ChatOutput
+from engine.server.openai.tools.plan import ChatFormats, ChatPlan, plan_chat
+from engine.text.chat_template import render_chat
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 from engine.types.structured_outputs import StructuredOutputsParams
 
 CHATML = (

@@ -8,8 +8,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.checkpoint.locate import resolve_model
 from engine.errors import PromptError
-from engine.frontend.chat_template import render_chat
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
+from engine.text.chat_template import render_chat
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 
 LLAMA = """
 {{- bos_token }}

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.api.cli import main
-from engine.api.cli_generate import _Printer
-from engine.api.cli_logprobs import logprob_lines
+from engine.cli.generate import _Printer
+from engine.cli.logprobs import logprob_lines
+from engine.cli.main import main
 from engine.types.logprobs import Logprob
 from engine.types.outputs import CompletionOutput
 from tests.unit.synthetic_run import write_synthetic_run
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-CLI = ("-m", "engine.api.cli")
+CLI = ("-m", "engine.cli.main")
 
 
 def shell(redirections: str, *arguments: str, stdin: bytes = b"") -> tuple[int, bytes, str]:
@@ -67,7 +67,7 @@ def test_a_full_disk_below_standard_output(arguments: list[str], tmp_path: Path)
 
 def test_a_reader_that_goes_away(tmp_path: Path) -> None:
     write_synthetic_run(tmp_path / "run")
-    command = f"{sys.executable} -m engine.api.cli trace summary --json {tmp_path}/run"
+    command = f"{sys.executable} -m engine.cli.main trace summary --json {tmp_path}/run"
     done = subprocess.run(
         ["sh", "-c", f"{{ sleep 0.1; {command}; echo $? >&2; }} | true"],
         cwd=ROOT,

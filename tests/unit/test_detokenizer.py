@@ -8,9 +8,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from engine.checkpoint.locate import resolve_model
-from engine.frontend.detokenizer import IncrementalDetokenizer
-from engine.frontend.stop_strings import StopStringMatcher
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.stop_strings import StopStringMatcher
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 from engine.types.sampling import SamplingParams
 
 WORDS = (

@@ -23,11 +23,11 @@ from instrumentation import (
     StepRecord,
     WorkerStepRecord,
 )
-from instrumentation.flight import FlightRecorder, SlowStepWatch
-from instrumentation.journal import read_journal
-from instrumentation.records import ClockAnchor, FlightDump, ProcessHeader
+from instrumentation.explain.step_budget import step_budgets
+from instrumentation.record.flight import FlightRecorder, SlowStepWatch
+from instrumentation.record.journal import read_journal
+from instrumentation.record.records import ClockAnchor, FlightDump, ProcessHeader
 from instrumentation.setup import setup
-from instrumentation.step_budget import step_budgets
 from tests.unit.synthetic_run import write_synthetic_run
 from tests.waiting import wait_until
 from traces.flight import read_flight, render_flight

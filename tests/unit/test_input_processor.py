@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.errors import PromptError, SamplingParamsError
 from engine.frontend.input_processor import InputProcessor, ProcessedPrompt
 from engine.frontend.parallel_sampling import ParentRequest
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.types.sampling import SamplingParams
 from tests.unit.test_config import model_config
 

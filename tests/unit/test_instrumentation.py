@@ -30,18 +30,18 @@ from instrumentation import (
     ThreadName,
     WorkerStepRecord,
 )
-from instrumentation.api import Span
-from instrumentation.drain import Drain
-from instrumentation.flight import FlightRecorder
-from instrumentation.journal import read_journal
-from instrumentation.live import LiveInstrument
 from instrumentation.names import EVENTS, PHASES, STARTUP_PHASES
-from instrumentation.records import Drops, EventRecord, Record, Spans, ThreadStarted
-from instrumentation.ring import Ring
+from instrumentation.record.drain import Drain
+from instrumentation.record.flight import FlightRecorder
+from instrumentation.record.instrument import Span
+from instrumentation.record.journal import read_journal
+from instrumentation.record.live import LiveInstrument
+from instrumentation.record.records import Drops, EventRecord, Record, Spans, ThreadStarted
+from instrumentation.record.ring import Ring
+from instrumentation.record.sinks import Sink
+from instrumentation.record.throttle import Throttle
 from instrumentation.setup import setup
-from instrumentation.sinks import Sink
 from instrumentation.testing import FakeClock, Recorder
-from instrumentation.throttle import Throttle
 from tests.waiting import PATIENCE_S, wait_until
 
 
@@ -167,7 +167,7 @@ def test_every_exported_name_is_there_and_those_of_the_frontend_load_late() -> N
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = instrumentation.Nothing
     code = (
-        "import sys, instrumentation; late = 'instrumentation.metrics'; "
+        "import sys, instrumentation; late = 'instrumentation.metrics.frontend'; "
         "assert late not in sys.modules; instrumentation.Metrics().snapshot(); "
         "assert late in sys.modules; print(instrumentation.ConsoleStatus.__name__)"
     )
@@ -388,7 +388,7 @@ def test_failing_sink_is_logged_once_detached_and_counted(
 def test_stuck_sink_neither_blocks_the_step_nor_the_close(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("instrumentation.live._CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("instrumentation.record.live._CLOSE_TIMEOUT_S", 0.05)
     is_stuck, release = threading.Event(), threading.Event()
 
     class StuckSink(MemorySink):
@@ -528,7 +528,7 @@ def test_a_recording_on_a_full_disk_raises_and_leaves_no_file(
 
     num_files = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr("instrumentation.journal.os.write", write_what_fits)
+        patch.setattr("instrumentation.record.journal.os.write", write_what_fits)
         with pytest.raises(OSError, match="No space left"):
             obs.start_recording(str(tmp_path / "run"))
     assert list((tmp_path / "run").iterdir()) == []
@@ -542,7 +542,7 @@ def test_a_recording_that_failed_can_be_ended_and_begun_again(
 ) -> None:
     obs = setup(ObservabilityConfig(), role=Role.CORE, run_dir=str(tmp_path / "1"))
     with monkeypatch.context() as patch:
-        patch.setattr("instrumentation.journal.os.write", lambda *_: 1 // 0)
+        patch.setattr("instrumentation.record.journal.os.write", lambda *_: 1 // 0)
         obs.step(a_step(1))
         assert obs.flush()
     for step in range(2, 5):

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from engine.types.interpreter import READ_BOOT, boot_line, command
+from engine.interpreter import READ_BOOT, boot_line, command
 from tests.waiting import PATIENCE_S
 
 PROGRAM = READ_BOOT + "print(boot['answer'], end='')"

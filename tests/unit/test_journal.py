@@ -25,8 +25,8 @@ from instrumentation import (
     StepRecord,
     WorkerStepRecord,
 )
-from instrumentation.journal import MAGIC, JournalWriter, read_journal
-from instrumentation.records import (
+from instrumentation.record.journal import MAGIC, JournalWriter, read_journal
+from instrumentation.record.records import (
     ClockAnchor,
     Drops,
     EventRecord,
@@ -177,7 +177,7 @@ def test_writes_reach_the_file_within_the_interval(tmp_path: Path) -> None:
 def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_write = os.write
     monkeypatch.setattr(
-        "instrumentation.journal.os.write", lambda fd, data: real_write(fd, data[:7])
+        "instrumentation.record.journal.os.write", lambda fd, data: real_write(fd, data[:7])
     )
     records = some_records(5)
     write_all(tmp_path / "a.journal", records)
@@ -194,7 +194,7 @@ def test_full_disk_ends_the_journal_not_the_engine(
     def write(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("instrumentation.journal.os.write", write)
+    monkeypatch.setattr("instrumentation.record.journal.os.write", write)
     for step in range(2, 6):
         obs.step(StepRecord(step=step, begin_ns=1, end_ns=2))
         assert obs.flush()
@@ -307,7 +307,7 @@ def test_ring_mode_keeps_the_last_seconds_and_reads_as_one_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock(now_ns=10**12)
-    monkeypatch.setattr("instrumentation.sinks.time.monotonic_ns", clock)
+    monkeypatch.setattr("instrumentation.record.sinks.time.monotonic_ns", clock)
     obs = setup(ObservabilityConfig(trace_ring_s=4), role=Role.CORE, run_dir=str(tmp_path))
     obs.request_arrived(1, "long", arrival_ns=1, num_prompt_tokens=7)
     obs.request_arrived(2, "short", arrival_ns=1, num_prompt_tokens=7)

@@ -14,15 +14,15 @@ from torch import nn
 from torch.nn.modules import module as module_of_hooks
 
 from instrumentation.hooks.nvtx_layers import GlobalLayerRanges
-from instrumentation.layer_ranges import LayerRanges
+from instrumentation.profile.layer_ranges import LayerRanges
 from tests.native.nvtx_tool import build_tool, environment_of, ranges_by_thread, read_lines
 
 ROOT = Path(__file__).parents[2]
 
 COMPILED = """
 import torch
-from instrumentation.layer_ranges import LayerRanges
-from instrumentation.nvtx_ranges import choose_nvtx
+from instrumentation.profile.layer_ranges import LayerRanges
+from instrumentation.profile.nvtx import choose_nvtx
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.ReLU()))
 given = torch.ones(2, 4)
 expected = torch.relu(given @ model[0].weight.T + model[0].bias)

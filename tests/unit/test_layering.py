@@ -26,24 +26,24 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ENTRY_POINT_MODULES = {
     "instrumentation.setup",
     "instrumentation.audit",
-    "instrumentation.metrics",
-    "instrumentation.console",
-    "instrumentation.metric_types",
-    "instrumentation.request_metrics",
-    "instrumentation.histogram_buckets",
-    "instrumentation.prometheus",
-    "instrumentation.vllm_names",
+    "instrumentation.metrics.frontend",
+    "instrumentation.explain.console",
+    "instrumentation.metrics.types",
+    "instrumentation.metrics.requests",
+    "instrumentation.metrics.buckets",
+    "instrumentation.metrics.prometheus",
+    "instrumentation.metrics.vllm_names",
     "instrumentation.otel.setup",
     "instrumentation.otel.telemetry",
     "instrumentation.otel.attributes",
     "instrumentation.otel.request_spans",
     "instrumentation.otel.http_spans",
-    "instrumentation.server_metrics",
-    "instrumentation.engine_metrics",
-    "instrumentation.metric_info",
-    "instrumentation.metric_merge",
+    "instrumentation.metrics.server",
+    "instrumentation.metrics.engine",
+    "instrumentation.metrics.info",
+    "instrumentation.metrics.merge",
     "instrumentation.names",
-    "instrumentation.journal",
+    "instrumentation.record.journal",
     "instrumentation.otel.startup_spans",
     "instrumentation.hooks.folder",
     "instrumentation.hooks.registry",
@@ -125,7 +125,7 @@ def test_every_file_of_the_engine_belongs_to_a_layer() -> None:
 def is_command_of(path: Path, one: Import) -> bool:
     """Whether the command line mounts a command that lives above it."""
     is_command = one.module.split(".")[-1] == "cli"
-    return path == ROOT / "engine/api/cli.py" and is_command and not one.at_import_time
+    return path == ROOT / "engine/cli/main.py" and is_command and not one.at_import_time
 
 
 @pytest.mark.parametrize("layer", sorted(RANK))
@@ -208,7 +208,7 @@ def test_nothing_but_the_command_line_imports_readers_of_runs(package: str) -> N
         for one in imports_of(path)
         if one.module.split(".")[0] == package
     }
-    assert importers <= {"engine/api/cli.py"}
+    assert importers <= {"engine/cli/main.py"}
 
 
 def test_the_parser_sees_imports_wherever_they_are(tmp_path: Path) -> None:

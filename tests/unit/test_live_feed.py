@@ -21,7 +21,7 @@ from engine.errors import EngineDeadError, IsinglassError
 from engine.frontend.observer import EngineObserver, make_observer
 from engine.frontend.output_processor import ProcessedOutputs
 from engine.server.config import ServerConfig
-from engine.server.errors import ApiError
+from engine.server.http.errors import ApiError
 from engine.server.live import block_watch, routes
 from engine.server.live import feed as feed_module
 from engine.server.live.facts import (
@@ -41,8 +41,8 @@ from engine.types.sampling import SamplingParams
 from instrumentation import NULL, ObservabilityConfig, format_step_label
 from instrumentation.names import AdmissionStop, PrefixMiss
 from instrumentation.names import Phase as StepPhase
-from instrumentation.request_records import RequestTimeline
-from instrumentation.step_records import Admission, Preemption, StepRecord, WorkerStepRecord
+from instrumentation.record.request_records import RequestTimeline
+from instrumentation.record.step_records import Admission, Preemption, StepRecord, WorkerStepRecord
 from tests.fakes import FakeRequests
 from tests.waiting import PATIENCE_S
 

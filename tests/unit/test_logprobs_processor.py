@@ -9,7 +9,7 @@ import pytest
 
 from engine.checkpoint.locate import resolve_model
 from engine.frontend.logprobs import LogprobsProcessor
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 from engine.types.logprobs import LazyLogprobs, Logprob, LogprobsLists
 
 VOCAB_SIZE = 49_152

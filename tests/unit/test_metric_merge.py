@@ -1,17 +1,17 @@
 """Snapshots of several frontends as one."""
 
-from instrumentation.metric_info import METRICS
-from instrumentation.metric_merge import (
+from instrumentation.metrics.frontend import Metrics
+from instrumentation.metrics.info import METRICS
+from instrumentation.metrics.merge import (
     decode_snapshot,
     encode_snapshot,
     end_in_flight,
     merge_snapshots,
 )
-from instrumentation.metric_types import Counter, Gauge, Histogram, Metric
-from instrumentation.metrics import Metrics
-from instrumentation.request_metrics import ArrivedRequest
-from instrumentation.request_records import RequestTimeline
-from instrumentation.server_metrics import ServerMetrics
+from instrumentation.metrics.requests import ArrivedRequest
+from instrumentation.metrics.server import ServerMetrics
+from instrumentation.metrics.types import Counter, Gauge, Histogram, Metric
+from instrumentation.record.request_records import RequestTimeline
 
 
 def frontend(num_arrived: int, num_ended: int) -> list[Metric]:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from instrumentation import StepLabel, WorkerStepRecord
-from instrumentation.layer_ranges import LayerRanges
-from instrumentation.live import LiveInstrument
-from instrumentation.nvtx_ranges import choose_nvtx
+from instrumentation.profile.layer_ranges import LayerRanges
+from instrumentation.profile.nvtx import choose_nvtx
+from instrumentation.record.live import LiveInstrument
 from tests.native.nvtx_tool import build_tool, environment_of, ranges_by_thread, read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def run(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-ASK = "from instrumentation.nvtx_ranges import choose_nvtx as c; x = c({!r}); print(*x, sep='|')"
+ASK = "from instrumentation.profile.nvtx import choose_nvtx as c; x = c({!r}); print(*x, sep='|')"
 
 
 @pytest.mark.parametrize("setting", ["auto", "on", "off"])
@@ -74,7 +74,7 @@ def test_the_package_may_be_missing_or_disabled(tmp_path: Path) -> None:
 
 
 def test_choosing_off_imports_nothing() -> None:
-    code = "import sys; from instrumentation.nvtx_ranges import choose_nvtx as c; c('off', {}); "
+    code = "import sys; from instrumentation.profile.nvtx import choose_nvtx as c; c('off', {}); "
     code += "c('auto', {}); print('nvtx' in sys.modules, 'torch' in sys.modules)"
     assert run(code) == "False False"
     assert choose_nvtx("off", {"NVTX_INJECTION64_PATH": "x"}).ranges is None

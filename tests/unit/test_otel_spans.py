@@ -11,9 +11,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from instrumentation import Phase, StepRecord, WorkerStepRecord, request_metrics
-from instrumentation.accumulators import Families
-from instrumentation.metric_types import Histogram
+from instrumentation import Phase, StepRecord, WorkerStepRecord
+from instrumentation.metrics import requests as request_metrics
+from instrumentation.metrics.accumulators import Families
+from instrumentation.metrics.types import Histogram
 from instrumentation.otel import attributes as names
 from instrumentation.otel.exporting import BoundedProcessor, GuardedExporter
 from instrumentation.otel.health import ExportHealth
@@ -21,7 +22,7 @@ from instrumentation.otel.http_spans import HttpSpans
 from instrumentation.otel.operations import OperationLatencies
 from instrumentation.otel.request_spans import RequestSpans, stages_of
 from instrumentation.otel.step_spans import StepSpans
-from instrumentation.request_records import RequestTimeline
+from instrumentation.record.request_records import RequestTimeline
 from tests.waiting import PATIENCE_S
 
 REQUEST = {names.OPERATION_NAME: "text_completion", names.REQUEST_MODEL: "m"}

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from engine.frontend.input_processor import ProcessedPrompt
 from engine.frontend.output_processor import OutputProcessor, ProcessedOutputs
 from engine.frontend.parallel_sampling import ParentRequest
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.types.logprobs import LogprobsLists
 from engine.types.messages import (
     CoreTimes,

@@ -15,9 +15,9 @@ import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 
 from instrumentation import Phase, RequestTimeline, StepRecord, WorkerStepRecord, parse_step_label
-from instrumentation.journal import SUFFIX, JournalWriter
 from instrumentation.labels import format_step_label
-from instrumentation.records import ProcessHeader, Spans, ThreadStarted
+from instrumentation.record.journal import SUFFIX, JournalWriter
+from instrumentation.record.records import ProcessHeader, Spans, ThreadStarted
 from tests.unit.synthetic_run import SyntheticRun, write_synthetic_run
 from traces.journal_reader import read_run
 from traces.lanes import Slice, edges, grow_over, nest, side_by_side

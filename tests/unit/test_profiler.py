@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from instrumentation import StepLabel, WorkerStepRecord
-from instrumentation.api import NULL
 from instrumentation.labels import format_step_label
-from instrumentation.live import LiveInstrument
-from instrumentation.profile_files import (
+from instrumentation.profile.files import (
     ANCHOR_NAME,
     ProfileError,
     ProfileState,
     ProfileStatus,
 )
-from instrumentation.profile_merge import Offset
-from instrumentation.torch_profiler import (
+from instrumentation.profile.merge import Offset
+from instrumentation.profile.torch_profiler import (
     ProfileOptions,
     TorchProfiler,
     initialize_torch_profiler,
 )
+from instrumentation.record.instrument import NULL
+from instrumentation.record.live import LiveInstrument
 from tests.unit.test_nvtx import KeptRanges
 from tests.waiting import PATIENCE_S, wait_until
 from traces.operators import find_profiles, read_profile

@@ -21,14 +21,14 @@ from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import ProcessedOutputs
 from engine.types.messages import EngineCoreOutputs
 from instrumentation import ConsoleStatus, Metric, Metrics, RequestTimeline, SinkName
-from instrumentation.accumulators import bound_text
-from instrumentation.histogram_buckets import parse_buckets
-from instrumentation.metric_docs import render
-from instrumentation.metric_info import METRICS
-from instrumentation.metric_types import Counter, Gauge, Histogram
-from instrumentation.prometheus import MetricsServer, SnapshotCollector
-from instrumentation.server_metrics import SERVER_METRICS
-from instrumentation.vllm_names import to_vllm
+from instrumentation.metrics.accumulators import bound_text
+from instrumentation.metrics.buckets import parse_buckets
+from instrumentation.metrics.docs import render
+from instrumentation.metrics.info import METRICS
+from instrumentation.metrics.prometheus import MetricsServer, SnapshotCollector
+from instrumentation.metrics.server import SERVER_METRICS
+from instrumentation.metrics.types import Counter, Gauge, Histogram
+from instrumentation.metrics.vllm_names import to_vllm
 from tests.unit.scrapes import (
     LABELS,
     OPENMETRICS,
@@ -229,7 +229,7 @@ def test_wrong_buckets_are_refused_before_anything_starts(text: str, message: st
 
 def test_the_page_of_metrics_is_what_the_catalogue_gives() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert page == render(), "run: python -m instrumentation.metric_docs > docs/metrics.md"
+    assert page == render(), "run: python -m instrumentation.metrics.docs > docs/metrics.md"
     for name in METRICS:
         assert f"`{name}`" in page
 

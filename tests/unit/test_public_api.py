@@ -71,7 +71,7 @@ def test_the_callers_path_imports_neither_torch_nor_transformers() -> None:
         "import sys, engine\n"
         "before = set(sys.modules)\n"
         "from engine import LLM, LLMEngine, SamplingParams, RequestOutput, EngineConfig, Logprob\n"
-        "import engine.api.cli\n"
+        "import engine.cli.main\n"
         "import engine.transport.mp_client\n"
         "SamplingParams(temperature=0.5).clone(n=2)\n"
         "EngineConfig.from_kwargs(max_num_seqs=2)\n"

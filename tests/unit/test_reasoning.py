@@ -5,12 +5,12 @@ import random
 import pytest
 
 from engine.errors import ConfigError
-from engine.server.reasoning.registry import (
+from engine.server.openai.reasoning.registry import (
     REASONING_FORMAT_NAMES,
     REASONING_FORMATS,
     find_reasoning_format,
 )
-from engine.server.tools.template import read_template
+from engine.server.openai.tools.template import read_template
 
 CASES = [
     # format, begins within the reasoning, text, reasoning, content

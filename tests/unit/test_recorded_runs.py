@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from instrumentation import AdmissionStop, FlightReason, StepRecord, WorkerStepRecord
-from instrumentation.flight import FlightRecorder
-from instrumentation.journal import SUFFIX, JournalWriter, read_journal
 from instrumentation.names import Role
-from instrumentation.records import ProcessHeader
+from instrumentation.record.flight import FlightRecorder
+from instrumentation.record.journal import SUFFIX, JournalWriter, read_journal
+from instrumentation.record.records import ProcessHeader
 from tests.unit.synthetic_run import SyntheticRun, write_synthetic_run
 from tests.unit.test_perfetto import load, step_slices
 from traces.beginning import cut_at_beginning

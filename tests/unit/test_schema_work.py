@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from engine import SamplingParams, SamplingParamsError, StructuredOutputsParams
-from engine.server.reasoning.registry import REASONING_FORMATS
-from engine.server.tools import definitions
-from engine.server.tools.choice import check_choice
-from engine.server.tools.constraint import behind_reasoning, constraint_of, strict_calls
-from engine.server.tools.definitions import ToolsError, check_tools
-from engine.server.tools.formats import CALL_FORMATS
+from engine.server.openai.reasoning.registry import REASONING_FORMATS
+from engine.server.openai.tools import definitions
+from engine.server.openai.tools.choice import check_choice
+from engine.server.openai.tools.constraint import behind_reasoning, constraint_of, strict_calls
+from engine.server.openai.tools.definitions import ToolsError, check_tools
+from engine.server.openai.tools.formats import CALL_FORMATS
 from engine.types import structured_outputs
 from engine.types.expression_parser import MAX_LENGTH
 from engine.types.json_schema import enforceable_schema

@@ -13,11 +13,11 @@ from tokenizers import models, normalizers
 
 from engine.checkpoint.locate import ModelSource
 from engine.errors import TokenizerError
-from engine.frontend import sentencepiece_file, tokenizer_conversion, tokenizer_files
-from engine.frontend.detokenizer import IncrementalDetokenizer
-from engine.frontend.sentencepiece_vocabulary import SentencePieceVocabulary, build_backend
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
-from engine.server.text_offsets import offsets_in_prompt
+from engine.server.openai.text_offsets import offsets_in_prompt
+from engine.text import sentencepiece_file, tokenizer_conversion, tokenizer_files
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.sentencepiece_vocabulary import SentencePieceVocabulary, build_backend
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 from engine.types.sampling import SamplingParams
 from tests.unit.sentencepiece_models import (
     ADDED,

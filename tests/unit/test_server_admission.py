@@ -10,12 +10,12 @@ import pytest
 
 from engine.errors import PromptError, QueueFullError
 from engine.frontend.queue_counter import QueueCounter
-from engine.server.admission import Admission
+from engine.server.cluster.admission import Admission
+from engine.server.cluster.queue_board import QueueBoard
 from engine.server.config import ServerConfig
-from engine.server.errors import as_api_error
-from engine.server.queue_board import QueueBoard
+from engine.server.http.errors import as_api_error
 from instrumentation import AdmissionStop, PrefixMiss, StepRecord
-from instrumentation.step_records import Admission as Admitted
+from instrumentation.record.step_records import Admission as Admitted
 
 SECOND = 10**9
 STEPS = itertools.count(1)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.server.announce import announce, ready_facts
-from engine.server.auth import ApiKeys
 from engine.server.config import ServerConfig
+from engine.server.http.auth import ApiKeys
+from engine.server.process.announce import announce, ready_facts
 
 
 def make_state(

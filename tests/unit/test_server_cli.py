@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from engine.api.cli import build_parser, main
 from engine.attention.registry import attention_backend_names
+from engine.cli.config_file import read_config_file
+from engine.cli.main import build_parser, main
 from engine.config import ATTENTION_BACKENDS, GROUPS, EngineConfig
 from engine.errors import ConfigError
-from engine.server.chat_templates import load_chat_template
 from engine.server.config import ServerConfig
-from engine.server.config_file import read_config_file
-from engine.server.listening import listening
+from engine.server.http.listening import listening
+from engine.server.openai.tools.chat_templates import load_chat_template
 
 LISTS = {"port": False, "max_model_len": False, "served_model_name": True, "model": False}
 
@@ -30,7 +30,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, dict[str
         seen.append((config, arguments))
         return 0
 
-    monkeypatch.setattr("engine.server.serve.run_server", run)
+    monkeypatch.setattr("engine.server.process.serve.run_server", run)
     return seen
 
 
@@ -38,7 +38,7 @@ def test_a_signal_before_there_is_a_server_ends_the_command_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "engine.server.serve.run_server", lambda *_: signal.raise_signal(signal.SIGTERM)
+        "engine.server.process.serve.run_server", lambda *_: signal.raise_signal(signal.SIGTERM)
     )
     with pytest.raises(SystemExit) as ended:
         main(["serve"])

@@ -17,9 +17,9 @@ import uvicorn
 from starlette.exceptions import HTTPException
 
 from engine.server.config import ServerConfig
-from engine.server.errors import ApiError
-from engine.server.http_protocol import BoundedProtocol, ConnectionLimits, bounded_protocol
-from engine.server.middleware import GuardMiddleware
+from engine.server.http.connection import BoundedProtocol, ConnectionLimits, bounded_protocol
+from engine.server.http.errors import ApiError
+from engine.server.http.middleware import GuardMiddleware
 from tests.unit.test_server_guards import make_state
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -393,7 +393,7 @@ def test_too_many_connections_are_told_so_and_the_others_go_on() -> None:
 def test_a_body_that_nobody_waits_for_does_not_hold_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.server.http_protocol._DRAIN_S", 0.2)
+    monkeypatch.setattr("engine.server.http.connection._DRAIN_S", 0.2)
     with serving() as address, connect(address) as connection:
         connection.sendall(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
         assert b"200 OK" in connection.recv(65536)

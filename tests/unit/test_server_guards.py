@@ -13,13 +13,13 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from engine.errors import ConfigError
-from engine.server.auth import ApiKeys, load_api_keys, warn_of_readers
 from engine.server.config import ServerConfig
-from engine.server.errors import add_error_handlers
+from engine.server.http.auth import ApiKeys, load_api_keys, warn_of_readers
+from engine.server.http.errors import add_error_handlers
+from engine.server.http.middleware import GuardMiddleware, add_guards
+from engine.server.http.route_names import route_path
 from engine.server.live.files import PUBLIC_PATHS
-from engine.server.middleware import GuardMiddleware, add_guards
-from engine.server.route_names import route_path
-from engine.server.serve import check_settings
+from engine.server.process.serve import check_settings
 
 
 def make_state(keys: Iterable[str] = (), **settings: Any) -> Any:
@@ -189,7 +189,7 @@ def test_every_key_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
         return one == other
 
     keys = ApiKeys(["a", "bb", "ccc"])
-    monkeypatch.setattr("engine.server.auth.hmac.compare_digest", compare)
+    monkeypatch.setattr("engine.server.http.auth.hmac.compare_digest", compare)
     for presented in (b"Bearer a", b"Bearer ccc", b"Bearer no", b"Bearer " + b"x" * 5000):
         compared.clear()
         assert keys.accept(presented) is (presented in (b"Bearer a", b"Bearer ccc"))
@@ -220,7 +220,7 @@ def test_a_file_of_keys_that_others_can_read_is_told_of_in_the_log(
     file.write_text("key\n")
     config = ServerConfig(api_key_file=str(file))
     warned: list[Any] = []
-    monkeypatch.setattr("engine.server.auth.logger.warning", lambda *said: warned.append(said))
+    monkeypatch.setattr("engine.server.http.auth.logger.warning", lambda *said: warned.append(said))
     for mode, num_warnings in ((0o600, 0), (0o644, 1), (0o640, 2)):
         file.chmod(mode)
         load_api_keys(config)  # more than once, and before logs are set up
@@ -346,7 +346,7 @@ def test_longer_ones_are_refused_whatever_they_say_of_themselves(size: int) -> N
 def test_a_refused_body_that_never_ends_is_answered_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.server.middleware._DRAIN_S", 0.2)
+    monkeypatch.setattr("engine.server.http.middleware._DRAIN_S", 0.2)
     app = make_app(make_state(max_body_bytes=LIMIT))
     headers = [(b"transfer-encoding", b"chunked")]
     assert call(app, Chunks([b"x" * LIMIT, b"yy"], ends=False), headers)[0] == 413

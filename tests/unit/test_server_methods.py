@@ -12,12 +12,12 @@ import pytest
 from fastapi import FastAPI
 
 from engine import AsyncLLM
-from engine.server.api_page import api_page
+from engine.server.admin.api_page import api_page
 from engine.server.app import make_app
 from engine.server.config import ServerConfig
+from engine.server.http.route_names import RouteNames
 from engine.server.live.files import FILES_ROUTE, PUBLIC_PATHS
-from engine.server.protocol.common import GenerationFields
-from engine.server.route_names import RouteNames
+from engine.server.openai.protocol.common import GenerationFields
 from engine.server.state import ServerState
 from tests.waiting import PATIENCE_S
 

@@ -18,17 +18,17 @@ from starlette.requests import ClientDisconnect
 
 from engine.frontend.request_tracer import RequestTracer
 from engine.log import JsonFormatter, get_logger
-from engine.server import loop_watch
 from engine.server.config import ServerConfig
-from engine.server.errors import ApiError, add_error_handlers
-from engine.server.exchange import shown_path
+from engine.server.http import loop_watch
+from engine.server.http.errors import ApiError, add_error_handlers
+from engine.server.http.exchange import shown_path
+from engine.server.http.observe import NUM_REMEMBERED, Observation, ObserveMiddleware, observe
+from engine.server.http.route_names import RouteNames
 from engine.server.live.files import FILES_ROUTE
-from engine.server.observe import NUM_REMEMBERED, Observation, ObserveMiddleware, observe
-from engine.server.route_names import RouteNames
 from engine.server.state import Phase
 from instrumentation import Metric, ObservabilityConfig
-from instrumentation.metric_types import Counter, Gauge, Histogram
-from instrumentation.server_metrics import SERVER_METRICS, ServerMetrics
+from instrumentation.metrics.server import SERVER_METRICS, ServerMetrics
+from instrumentation.metrics.types import Counter, Gauge, Histogram
 
 Message = MutableMapping[str, Any]
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -21,15 +21,17 @@ from engine.api.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, IsinglassError
 from engine.frontend.observer import make_observer
-from engine.server import chat, completions, control, debug, load, peers
+from engine.server.admin import control, debug, load
+from engine.server.cluster import peers
+from engine.server.cluster.peers import PeerError, Peers
 from engine.server.config import ServerConfig
-from engine.server.errors import add_error_handlers
+from engine.server.http.errors import add_error_handlers
+from engine.server.http.observe import observe
+from engine.server.http.route_names import RouteNames
 from engine.server.live import others
 from engine.server.live.facts import REQUEST_COLUMNS
 from engine.server.live.feed import LiveFeed
-from engine.server.observe import observe
-from engine.server.peers import PeerError, Peers
-from engine.server.route_names import RouteNames
+from engine.server.openai import chat, completions
 from engine.server.state import Phase, ServerState
 from engine.types.attachment import CoreAttachment
 from instrumentation import NULL, ObservabilityConfig, RequestTimeline

@@ -18,17 +18,17 @@ from engine.errors import (
     SamplingParamsError,
     TokenizerError,
 )
-from engine.frontend.chat_messages import check_messages
-from engine.frontend.token_bytes import new_utf8_decoder
-from engine.server.chat import chat_params
-from engine.server.completions import completion_params
-from engine.server.errors import ApiError
-from engine.server.json_body import MAX_CONTAINERS, decode_json
-from engine.server.logprobs import CompletionLogprobs, TokenNames, chat_logprobs, most_likely
-from engine.server.protocol.chat import ChatCompletionRequest
-from engine.server.protocol.completion import CompletionRequest
-from engine.server.protocol.tokenize import TokenizeRequest
-from engine.server.sampling import SAME_NAME, make_params, naming_fields, wanted_form
+from engine.server.http.errors import ApiError
+from engine.server.http.json_body import MAX_CONTAINERS, decode_json
+from engine.server.openai.chat import chat_params
+from engine.server.openai.completions import completion_params
+from engine.server.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs, most_likely
+from engine.server.openai.protocol.chat import ChatCompletionRequest
+from engine.server.openai.protocol.completion import CompletionRequest
+from engine.server.openai.protocol.tokenize import TokenizeRequest
+from engine.server.openai.sampling import SAME_NAME, make_params, naming_fields, wanted_form
+from engine.text.chat_messages import check_messages
+from engine.text.token_bytes import new_utf8_decoder
 from engine.types.logprobs import Logprob
 from engine.types.sampling import RequestOutputKind, SamplingParams
 from engine.types.structured_outputs import StructuredOutputsParams

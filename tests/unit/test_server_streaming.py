@@ -9,10 +9,14 @@ import pytest
 
 from engine.errors import EngineDeadError
 from engine.frontend.output_stream import RequestStream
-from engine.server.completion_answers import CompletionCollector, CompletionPlan, CompletionWriter
-from engine.server.errors import ApiError
+from engine.server.http.errors import ApiError
+from engine.server.openai.completion_answers import (
+    CompletionCollector,
+    CompletionPlan,
+    CompletionWriter,
+)
+from engine.server.openai.streaming import EventStream, GenerationResponse, WholeAnswer
 from engine.server.state import Phase
-from engine.server.streaming import EventStream, GenerationResponse, WholeAnswer
 from engine.types.outputs import CompletionOutput, RequestOutput
 from engine.types.sampling import RequestOutputKind
 

@@ -12,14 +12,14 @@ from engine.errors import PromptError, QueueFullError
 from engine.frontend.input_processor import ProcessedParams, ProcessedPrompt
 from engine.frontend.queue_counter import QueueCounter
 from engine.frontend.request_tracer import TEXT_COMPLETION
-from engine.server.chat import create_chat_completion
-from engine.server.completions import create_completion
 from engine.server.config import ServerConfig
-from engine.server.errors import ApiError
-from engine.server.protocol.chat import ChatCompletionRequest
-from engine.server.protocol.completion import CompletionRequest
+from engine.server.http.errors import ApiError
+from engine.server.openai.chat import create_chat_completion
+from engine.server.openai.completions import create_completion
+from engine.server.openai.protocol.chat import ChatCompletionRequest
+from engine.server.openai.protocol.completion import CompletionRequest
+from engine.server.openai.submission import Origin, Submission
 from engine.server.state import Phase, ServerState
-from engine.server.submission import Origin, Submission
 from engine.types.sampling import SamplingParams
 
 

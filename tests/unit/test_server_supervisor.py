@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError, EngineStartError
-from engine.server import stop_signals
-from engine.server import supervisor as module
+from engine.server.cluster.peers import Peers
+from engine.server.cluster.queue_board import QueueBoard
 from engine.server.config import ServerConfig
-from engine.server.peers import Peers
-from engine.server.queue_board import QueueBoard
-from engine.server.serve import run_server
-from engine.server.supervisor import Supervisor
+from engine.server.process import stop_signals
+from engine.server.process import supervisor as module
+from engine.server.process.serve import run_server
+from engine.server.process.supervisor import Supervisor
 from tests.waiting import PATIENCE_S, until
 
 

@@ -14,11 +14,11 @@ from tokenizers import models, pre_tokenizers
 
 from engine.api.async_llm import AsyncLLM
 from engine.api.chat import chat_prompt
-from engine.frontend.tokenizer import LONG_TEXT, Tokenizer
-from engine.server import tokenization
 from engine.server.config import ServerConfig
-from engine.server.errors import add_error_handlers
+from engine.server.http.errors import add_error_handlers
+from engine.server.openai import tokenization
 from engine.server.state import Phase, ServerState
+from engine.text.tokenizer import LONG_TEXT, Tokenizer
 
 TEMPLATE = "{{ tools | length if tools else '' }} {{ messages[0].content }}"
 

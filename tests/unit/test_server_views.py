@@ -20,21 +20,21 @@ from fastapi import FastAPI
 from engine.api.engine_host import EngineHost
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, IsinglassError, ProfilerError
-from engine.server import control, debug
+from engine.server.admin import control, debug
+from engine.server.admin.metrics import add_metrics
+from engine.server.cluster.metrics_share import MetricsShare
 from engine.server.config import ServerConfig
-from engine.server.errors import add_error_handlers
-from engine.server.metrics import add_metrics
-from engine.server.metrics_share import MetricsShare
-from engine.server.observe import observe
-from engine.server.route_names import RouteNames
+from engine.server.http.errors import add_error_handlers
+from engine.server.http.observe import observe
+from engine.server.http.route_names import RouteNames
 from engine.server.state import ServerState
 from engine.types.attachment import CoreAttachment
 from instrumentation import Counter, Gauge, Metric, ProfileStatus, SinkName
-from instrumentation.engine_metrics import ENGINE_UP
-from instrumentation.metric_merge import encode_snapshot
-from instrumentation.prometheus import exposition
-from instrumentation.server_metrics import FRONTEND_CPU, FRONTEND_MEMORY, SERVER_METRICS
-from instrumentation.vllm_server_names import PROCESS_NAMES
+from instrumentation.metrics.engine import ENGINE_UP
+from instrumentation.metrics.merge import encode_snapshot
+from instrumentation.metrics.prometheus import exposition
+from instrumentation.metrics.server import FRONTEND_CPU, FRONTEND_MEMORY, SERVER_METRICS
+from instrumentation.metrics.vllm_server_names import PROCESS_NAMES
 from tests.waiting import PATIENCE_S
 
 Calls = Callable[..., Awaitable[Any]]
@@ -436,7 +436,7 @@ def test_a_scrape_is_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> N
         assert has_turned.wait(PATIENCE_S), "the loop is held up"
         return exposition(*arguments, **options)
 
-    monkeypatch.setattr("instrumentation.prometheus.exposition", slow)
+    monkeypatch.setattr("instrumentation.metrics.prometheus.exposition", slow)
 
     async def run() -> None:
         app, _, _ = served()

@@ -3,7 +3,7 @@
 import random
 
 from instrumentation import Phase, StepRecord, WorkerStepRecord
-from instrumentation.step_budget import step_budgets
+from instrumentation.explain.step_budget import step_budgets
 
 
 def test_overlapping_steps_are_counted_once() -> None:

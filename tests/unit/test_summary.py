@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from instrumentation import RequestTimeline, StepLabel, format_step_label
-from instrumentation.journal import SUFFIX, JournalWriter
-from instrumentation.records import ProcessHeader, ThreadStarted
+from instrumentation.record.journal import SUFFIX, JournalWriter
+from instrumentation.record.records import ProcessHeader, ThreadStarted
 from tests.unit.synthetic_run import write_synthetic_run
 from traces.cli import add_trace_commands
 from traces.intervals import length, merge, overlap

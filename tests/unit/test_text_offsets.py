@@ -12,11 +12,15 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from engine.checkpoint.locate import resolve_model
-from engine.frontend.detokenizer import IncrementalDetokenizer
 from engine.frontend.logprobs import LogprobsProcessor
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
-from engine.server.completion_answers import CompletionCollector, CompletionPlan, CompletionWriter
-from engine.server.text_offsets import TextOffsets, offsets_in_prompt
+from engine.server.openai.completion_answers import (
+    CompletionCollector,
+    CompletionPlan,
+    CompletionWriter,
+)
+from engine.server.openai.text_offsets import TextOffsets, offsets_in_prompt
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 from engine.types.logprobs import Logprob, LogprobsLists
 from engine.types.outputs import CompletionOutput, RequestOutput
 from engine.types.sampling import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.api.text_threads import TextThreads, is_long
-from engine.frontend.tokenizer import LONG_TEXT
+from engine.text.tokenizer import LONG_TEXT
 from tests.waiting import PATIENCE_S
 
 

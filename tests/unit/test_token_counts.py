@@ -13,12 +13,12 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.errors import PromptError
-from engine.frontend.gguf_tokenizer import SPLITTINGS
 from engine.frontend.input_processor import InputProcessor
-from engine.frontend.sentencepiece_vocabulary import SentencePieceVocabulary, build_backend
-from engine.frontend.text_ends import TextEnds
-from engine.frontend.token_counts import TokenCounts
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
+from engine.text.gguf_tokenizer import SPLITTINGS
+from engine.text.sentencepiece_vocabulary import SentencePieceVocabulary, build_backend
+from engine.text.text_ends import TextEnds
+from engine.text.token_counts import TokenCounts
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 from engine.types.sampling import SamplingParams
 from tests.unit.test_config import model_config
 
@@ -183,7 +183,7 @@ def test_no_tokenizer_falls_short_of_the_bound(kind: str, monkeypatch: pytest.Mo
     texts = [piece * 3 for piece in PIECES]
     texts += [random_text(rng, rng.randint(0, 60)) for _ in range(50)]
     for text in texts:
-        monkeypatch.setattr("engine.frontend.token_counts._BLOCK_BYTES", rng.choice([16, 1 << 16]))
+        monkeypatch.setattr("engine.text.token_counts._BLOCK_BYTES", rng.choice([16, 1 << 16]))
         num_tokens = len(backend.encode(text, add_special_tokens=False).ids)
         for enough in (1, 5, num_tokens, num_tokens + 1, 10**6):
             found = counts.at_least(text, enough)

@@ -17,9 +17,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from engine.checkpoint.gguf import GGUFFile
 from engine.checkpoint.locate import ModelSource, embedded_model_path, resolve_model
 from engine.errors import PromptError, TokenizerError
-from engine.frontend import tokenizer_conversion
-from engine.frontend.gguf_tokenizer import build_backend
-from engine.frontend.tokenizer import Tokenizer, get_tokenizer
+from engine.text import tokenizer_conversion
+from engine.text.gguf_tokenizer import build_backend
+from engine.text.tokenizer import Tokenizer, get_tokenizer
 
 PIECES = (
     "the quick brown fox",
@@ -193,8 +193,8 @@ def test_refuses_what_is_no_list_of_ids(tokenizer: Tokenizer) -> None:
 def test_usual_path_imports_neither_torch_nor_transformers() -> None:
     script = (
         "import sys\n"
-        "from engine.frontend.tokenizer import get_tokenizer\n"
-        "import engine.frontend.detokenizer, engine.frontend.logprobs\n"
+        "from engine.text.tokenizer import get_tokenizer\n"
+        "import engine.text.detokenizer, engine.frontend.logprobs\n"
         "from engine.checkpoint.locate import resolve_model\n"
         "tokenizer = get_tokenizer(resolve_model(None))\n"
         "tokenizer.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=True)\n"

@@ -8,18 +8,18 @@ import pytest
 import xgrammar
 
 from engine import StructuredOutputsParams
-from engine.server.errors import ApiError
-from engine.server.sampling import form_names, in_api_words, naming_fields
-from engine.server.tools.choice import Mode, check_choice, required_schema
-from engine.server.tools.definitions import (
+from engine.server.http.errors import ApiError
+from engine.server.openai.sampling import form_names, in_api_words, naming_fields
+from engine.server.openai.tools.choice import Mode, check_choice, required_schema
+from engine.server.openai.tools.definitions import (
     MAX_SCHEMA_DEPTH,
     MAX_TOOLS,
     NO_PARAMETERS,
     ToolsError,
     check_tools,
 )
-from engine.server.tools.pieces import gather
-from engine.server.tools.plan import ChatFormats, plan_chat
+from engine.server.openai.tools.pieces import gather
+from engine.server.openai.tools.plan import ChatFormats, plan_chat
 
 USER = [{"role": "user", "content": "Weather?"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -9,20 +9,20 @@ from typing import NamedTuple
 import pytest
 
 from engine.errors import ConfigError
-from engine.server.tools.chat_output import ChatOutputParser
-from engine.server.tools.definitions import Tool, check_tools
-from engine.server.tools.formats import CALL_FORMAT_NAMES, CALL_FORMATS, find_call_format
-from engine.server.tools.json_calls import MAX_OBJECT
-from engine.server.tools.pieces import (
+from engine.server.openai.tools.chat_output import ChatOutputParser
+from engine.server.openai.tools.definitions import Tool, check_tools
+from engine.server.openai.tools.formats import CALL_FORMAT_NAMES, CALL_FORMATS, find_call_format
+from engine.server.openai.tools.json_calls import MAX_OBJECT
+from engine.server.openai.tools.pieces import (
     ChatOutput,
     Content,
     ToolCallArguments,
     ToolCallStart,
     gather,
 )
-from engine.server.tools.pythonic import MAX_LIST
-from engine.server.tools.scanner import MAX_HEADER
-from engine.server.tools.template import read_template
+from engine.server.openai.tools.pythonic import MAX_LIST
+from engine.server.openai.tools.scanner import MAX_HEADER
+from engine.server.openai.tools.template import read_template
 
 
 def tools_of(*names: str, **schema: object) -> list[Tool]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.server.tools.chat_output import ChatOutputParser
-from engine.server.tools.definitions import check_tools
-from engine.server.tools.formats import CALL_FORMATS
+from engine.server.openai.tools.chat_output import ChatOutputParser
+from engine.server.openai.tools.definitions import check_tools
+from engine.server.openai.tools.formats import CALL_FORMATS
 
 STRING = {"type": "string"}
 NULL = {"type": "null"}

@@ -5,10 +5,10 @@ import keyword
 
 import pytest
 
-from engine.server.tools.chat_output import ChatOutputParser
-from engine.server.tools.definitions import Tool, check_tools
-from engine.server.tools.formats import CALL_FORMATS
-from engine.server.tools.pieces import gather
+from engine.server.openai.tools.chat_output import ChatOutputParser
+from engine.server.openai.tools.definitions import Tool, check_tools
+from engine.server.openai.tools.formats import CALL_FORMATS
+from engine.server.openai.tools.pieces import gather
 
 NAMES = ("f", "files.write", "import", "files.class")
 FORMS = ("pythonic", "llama4_pythonic")

@@ -7,9 +7,9 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from engine.server.tools.definitions import ToolsError
-from engine.server.tools.formats import CALL_FORMATS
-from engine.server.tools.plan import ChatFormats, ChatPlan, plan_chat
+from engine.server.openai.tools.definitions import ToolsError
+from engine.server.openai.tools.formats import CALL_FORMATS
+from engine.server.openai.tools.plan import ChatFormats, ChatPlan, plan_chat
 from tests.unit.grammar_walks import finished_texts
 
 USER = [{"role": "user", "content": "Weather in Paris?"}]
@@ -91,7 +91,7 @@ def test_calls_fit_whatever_is_written(form: str) -> None:
 def test_what_cannot_be_held_is_said_in_the_log(
     form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from engine.server.tools import plan as module
+    from engine.server.openai.tools import plan as module
 
     module._warn_that_strict_is_not_held.cache_clear()
     with caplog.at_level(logging.WARNING):

@@ -7,12 +7,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.utils import floatToGoString
 
 from instrumentation import Metrics
-from instrumentation.metric_info import MetricKind
-from instrumentation.metric_types import Gauge
-from instrumentation.prometheus import SnapshotCollector
-from instrumentation.server_metrics import ServerMetrics
-from instrumentation.vllm_names import DERIVED, SAME_VALUES, STEP_TOKENS, to_vllm
-from instrumentation.vllm_server_names import PROCESS_NAMES
+from instrumentation.metrics.info import MetricKind
+from instrumentation.metrics.prometheus import SnapshotCollector
+from instrumentation.metrics.server import ServerMetrics
+from instrumentation.metrics.types import Gauge
+from instrumentation.metrics.vllm_names import DERIVED, SAME_VALUES, STEP_TOKENS, to_vllm
+from instrumentation.metrics.vllm_server_names import PROCESS_NAMES
 from tests.unit.scrapes import LABELS, OPENMETRICS, made_up_metrics, samples_of, scrape_of
 
 

@@ -7,11 +7,11 @@ here changes while the engine runs.
 import time
 from typing import Any
 
-import instrumentation.metrics  # noqa: F401  it fills the catalogue
+import instrumentation.metrics.frontend  # noqa: F401  it fills the catalogue
 from engine.server.state import ServerState
 from engine.version import __version__
 from instrumentation import AdmissionStop, ThreadName
-from instrumentation.metric_info import METRICS, PREFIX
+from instrumentation.metrics.info import METRICS, PREFIX
 from instrumentation.names import HEAD_OF_LINE, PHASES
 
 _DEFINED = (

@@ -17,7 +17,7 @@ import msgspec
 from engine.frontend.live_tap import LiveTap
 from engine.frontend.observer import EngineObserver
 from engine.log import get_logger
-from engine.server.errors import ApiError
+from engine.server.http.errors import ApiError
 from engine.server.live.about import about
 from engine.server.live.block_watch import BlockWatch
 from engine.server.live.facts import (

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from engine.server.cluster.peers import PeerError, Peers
 from engine.server.live.facts import FIRST_TOKEN_COLUMNS, REQUEST_COLUMNS
-from engine.server.peers import PeerError, Peers
 
 SILENCE_S = 5.0
 """Another frontend says something every two seconds; one that says nothing for so long is lost."""

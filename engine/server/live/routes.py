@@ -11,10 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from engine.log import get_logger
+from engine.server.http.route_names import route_path
 from engine.server.live.feed import LiveFeed
 from engine.server.live.files import FILES_ROUTE, HEADERS, ICON_PATH, page_files
 from engine.server.live.watcher import Watcher
-from engine.server.route_names import route_path
 from engine.server.state import ServerState
 
 logger = get_logger(__name__)

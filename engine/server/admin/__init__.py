@@ -1,0 +1,1 @@
+"""What operators ask: health, metrics, debugging, control."""

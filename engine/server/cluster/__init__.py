@@ -1,0 +1,1 @@
+"""Several frontends over one core: what they tell each other."""

@@ -1,0 +1,1 @@
+"""The connection: its bounds, its keys, its errors, and what is seen of each request."""

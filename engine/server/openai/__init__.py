@@ -1,0 +1,1 @@
+"""OpenAI's API: bodies to requests of the engine, outputs to answers."""

@@ -1,0 +1,1 @@
+"""Text in and out: tokenizers and their files, detokenizing, stop strings, chat templates."""

@@ -1,0 +1,1 @@
+"""From records to answers: attribution, step budgets, objectives, one request's report."""

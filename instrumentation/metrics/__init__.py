@@ -1,0 +1,1 @@
+"""From records to metrics: accumulators, the catalogue, Prometheus."""

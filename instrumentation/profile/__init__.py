@@ -1,0 +1,1 @@
+"""The torch profiler and its files, NVTX, ranges around layers."""
