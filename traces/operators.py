@@ -1,7 +1,7 @@
 """Operators of torch profiles, as slices of the run's Perfetto file.
 
-Knows the Chrome traces that `instrumentation.profile.torch_profiler` leaves and how their clock relates to
-ours. Does not know the run that they belong to, nor how a packet is written.
+Knows the Chrome traces that `instrumentation.profile.torch_profiler` leaves and how their clock
+relates to ours. Does not know the run that they belong to, nor how a packet is written.
 
 Our own steps and phases are in a profile too; they are left out here, because the worker's track
 has them. What is left goes on tracks right below it, one for each thread of torch and each stream

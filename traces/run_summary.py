@@ -84,7 +84,8 @@ class ThreadSummary:
 class BudgetSummary:
     """The steps' time, from scheduling to having applied the output, divided without overlap.
 
-    `phases_ns` and `unexplained_ns` add up to `duration_ns`; see `instrumentation.explain.step_budget`.
+    `phases_ns` and `unexplained_ns` add up to `duration_ns`; see
+    `instrumentation.explain.step_budget`.
     """
 
     duration_ns: int

@@ -274,8 +274,8 @@ def test_the_help_defines_the_figures(capsys: pytest.CaptureFixture[str], given:
 
 def test_mounting_the_command_imports_nothing_heavy() -> None:
     code = (
-        "import argparse, sys; from engine.bench import cli; "
-        "cli.add_command(argparse.ArgumentParser().add_subparsers()); "
+        "import argparse, sys; from engine.cli import bench; "
+        "bench.add_command(argparse.ArgumentParser().add_subparsers()); "
         "print(sorted({'aiohttp', 'rich', 'numpy', 'torch', 'uvloop'} & set(sys.modules)))"
     )
     done = subprocess.run(

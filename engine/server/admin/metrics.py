@@ -1,8 +1,8 @@
 """`/metrics`: everything that is counted, as Prometheus text or OpenMetrics.
 
-Knows where snapshots come from and in which thread they are rendered. The formats are
-`instrumentation.metrics.prometheus`'s. Answers as long as the process lives: before the engine has started
-with what is known, after its death with its totals, and 0 for what it held.
+Knows where snapshots come from and in which thread they are rendered. The formats are those of
+`instrumentation.metrics.prometheus`. Answers as long as the process lives: before the engine has
+started with what is known, after its death with its totals, and 0 for what it held.
 """
 
 import asyncio

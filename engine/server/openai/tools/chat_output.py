@@ -1,8 +1,8 @@
 """Text of a model in, pieces of a chat's answer out: `ChatOutputParser`.
 
 Knows the order of things: reasoning first, then content and calls. The reasoning's tags are known
-to `engine.server.openai.reasoning`, the forms of calls to the formats beside this file. An answer in one
-piece is made by the same object, so that it cannot differ from a streamed one.
+to `engine.server.openai.reasoning`, the forms of calls to the formats beside this file. An answer
+in one piece is made by the same object, so that it cannot differ from a streamed one.
 """
 
 from engine.server.openai.reasoning.tags import ReasoningParser

@@ -35,7 +35,7 @@ class NamedCallParser(CallParser):
 
 
 class RequiredCallParser(JsonCallParser):
-    """Reads the list of calls that `engine.server.openai.tools.choice.required_schema` describes."""
+    """Reads the list of calls that `tools.choice.required_schema` describes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(JsonSyntax(is_bare=True), **options)
