@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 

@@ -12,8 +12,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.architecture import ModelConfig, read_model_config
+from engine.checkpoint.architecture import read_model_config
 from engine.checkpoint.locate import resolve_model
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.core.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager

@@ -21,6 +21,7 @@ from engine.checkpoint.locate import EMBEDDED_MODEL
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EventLoopError, IsinglassError
 from engine.frontend.llm_engine import LLMEngine
+from engine.transport import factory
 from engine.transport.async_mp_client import AsyncMPClient
 from engine.transport.client import EngineCoreClient
 from engine.transport.interrupts import children_outlive_sigterm
@@ -173,9 +174,9 @@ class AsyncEngine(AsyncViews):
 
     async def _start(self) -> None:
         attachment = self.attachment
-        make: Callable[..., EngineCoreClient] = EngineCoreClient.make_async_mp_client
+        make: Callable[..., EngineCoreClient] = factory.make_async_mp_client
         if attachment is not None:
-            make = functools.partial(EngineCoreClient.attach_client, attachment)
+            make = functools.partial(factory.attach_client, attachment)
         self._host = EngineHost(
             self._config,
             attachment=attachment,

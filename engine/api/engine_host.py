@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.frontend.llm_engine import LLMEngine
 from engine.frontend.observer import make_observer, tracer_opener
 from engine.log import get_logger
+from engine.transport import factory
 from engine.transport.client import EngineCoreClient
 from engine.types.attachment import CoreAttachment
 from instrumentation import Metric, Role, SinkName
@@ -94,7 +95,7 @@ class EngineHost:
                 self.observer.metrics.engine.watch(sink, exporter)
 
     def start(
-        self, make_client: Callable[..., EngineCoreClient] = EngineCoreClient.make_client
+        self, make_client: Callable[..., EngineCoreClient] = factory.make_client
     ) -> LLMEngine:
         """Bring the engine up, in any thread; what has been opened is closed if that fails.
 

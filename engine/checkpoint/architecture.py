@@ -1,4 +1,4 @@
-"""`ModelConfig`: what a checkpoint says about its model, in one vocabulary.
+"""From a checkpoint to its `ModelConfig`.
 
 Knows the keys of Transformers' config.json and generation_config.json, old and new. Does not
 know which architectures the engine can run (`engine.models.registry`) nor any tensor. GGUF
@@ -7,13 +7,14 @@ metadata is translated in `engine.checkpoint.gguf_architecture`.
 
 import json
 import struct
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint import families
 from engine.checkpoint.gguf import GGUFFile
+from engine.checkpoint.gguf_architecture import gguf_model_config
 from engine.checkpoint.locate import ModelSource
+from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.value_kinds import (
     MAX_DIMENSION,
     MAX_LAYERS,
@@ -45,44 +46,6 @@ _HEAD_KEYS = (
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A decoder's hyperparameters and defaults; the same for every checkpoint format."""
-
-    architecture: str
-    """Transformers' class name, such as LlamaForCausalLM."""
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    max_position_embeddings: int
-    """Longest sequence in tokens, rope scaling included."""
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    """Transformers' keys (rope_type, factor, ...); None for plain rotary positions."""
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    """Bias of the query, key and value projections."""
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    layer_windows: tuple[int | None, ...]
-    """Per layer the sliding window: a token sees itself and the `window - 1` before it."""
-    hidden_act: str = "silu"
-    dtype: str = "float32"
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    generation_defaults: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters that the model's authors recommend."""
-    raw: dict[str, Any] = field(default_factory=dict)
-    """config.json as it is, or the scalar GGUF metadata."""
-
-
 def read_model_config(source: ModelSource) -> ModelConfig:
     """Read a model's configuration; opens no weight file but for its header.
 
@@ -91,8 +54,6 @@ def read_model_config(source: ModelSource) -> ModelConfig:
         UnsupportedModelError: a kind of model that no backend of ours runs.
     """
     if source.is_gguf:
-        from engine.checkpoint.gguf_architecture import gguf_model_config
-
         return gguf_model_config(GGUFFile(source.path))
     path = source.path / "config.json"
     raw = read_json(path)

@@ -6,8 +6,8 @@ Knows llama.cpp's keys for the architectures that have modules of ours. Does not
 import struct
 from typing import Any
 
-from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.gguf import GGUFFile
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModelError
 
 GGUF_ARCHITECTURES = {

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.core.grammar import Grammar, end_mask_of, num_words
 from engine.core.grammar_compiler import Compiled, GrammarCompiler

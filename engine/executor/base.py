@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.types.kv_cache import KVCacheSpec
 from engine.types.plan import GrammarOutput, ModelRunnerOutput, SchedulerOutput

@@ -7,7 +7,7 @@ a second caller would double them; and steps run in the order in which they are 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.executor.base import Executor
 from engine.log import get_logger

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoint.architecture import ModelConfig, read_model_config
+from engine.checkpoint.architecture import read_model_config
 from engine.checkpoint.locate import ModelSource, resolve_model
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.frontend.observer import EngineObserver

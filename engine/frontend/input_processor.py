@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import force_setattr
 
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import PromptError, RequestError, SamplingParamsError
 from engine.text.tokenizer import Tokenizer

@@ -21,6 +21,7 @@ from engine.frontend.request_intake import RequestIntake
 from engine.frontend.request_tracer import RequestTracer
 from engine.log import configure, get_logger, serving
 from engine.text.tokenizer import Tokenizer
+from engine.transport import factory
 from engine.transport.client import EngineCoreClient
 from engine.types.messages import EngineCoreOutputs, FinishReason
 from engine.types.outputs import RequestOutput
@@ -50,7 +51,7 @@ class LLMEngine:
         run_dir: str | None = None,
         observer: EngineObserver | None = None,
         open_tracer: Callable[..., RequestTracer] | None = None,
-        make_client: Callable[..., EngineCoreClient] = EngineCoreClient.make_client,
+        make_client: Callable[..., EngineCoreClient] = factory.make_client,
         first_request_num: int = 0,
     ) -> None:
         configure(

@@ -11,8 +11,8 @@ from torch import nn
 
 from engine.attention.base import AttentionBackend
 from engine.attention.layer import Attention
-from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.locate import ModelSource
+from engine.checkpoint.model_config import ModelConfig
 
 
 class CausalLM(nn.Module, ABC):

@@ -12,15 +12,14 @@ from torch import nn
 
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.layer import Attention
-from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.locate import ModelSource
+from engine.checkpoint.model_config import ModelConfig
 from engine.layers.embedding import Embedding
 from engine.layers.linear import GatedLinear, Linear, can_pack, pack_weight, packed_linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, RotaryTable, rotate
 from engine.log import get_logger
 from engine.models.base import CausalLM
-from engine.models.native_decoder import NativeDecoder
 from engine.models.weights import copy_weights, iterate_weights, refuse_quantised, stored_types
 
 logger = get_logger(__name__)
@@ -148,6 +147,18 @@ class DecoderLayer(nn.Module):
         return slots
 
 
+class FusedDecoder(nn.Module):
+    """All layers of a decoder in one call; whoever has loaded the model may attach one."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `DecoderForCausalLM.forward`."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `DecoderForCausalLM.compute_logits`."""
+        raise NotImplementedError
+
+
 class DecoderForCausalLM(CausalLM):
     """Embedding, layers, final norm, head. Families set `attention_class`."""
 
@@ -184,7 +195,7 @@ class DecoderForCausalLM(CausalLM):
         if not self.is_tied:
             self.head = Linear(size, config.vocab_size, bias=False, dtype=dtype, device=device)
         self.packed_head: torch.Tensor | None = None
-        self.native: NativeDecoder | None = None
+        self.native: FusedDecoder | None = None
         self.attention_layers = [layer.self_attention.attention for layer in layers]
 
     @classmethod
@@ -217,10 +228,6 @@ class DecoderForCausalLM(CausalLM):
         copy_weights(iterate_weights(source, config), slots, ignored=_IGNORED, origin=origin)
         if has_both:
             model.tie_equal_head(origin)
-        if backend.name == "native":
-            model.native = NativeDecoder(model, config)
-        else:
-            model.pack_weights()
         return model
 
     @property

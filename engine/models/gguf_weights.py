@@ -16,8 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.gguf import GGUFFile, GGUFTensor
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModelError
 
 NUM_DECODERS = 2

@@ -8,7 +8,7 @@ import torch
 
 from engine.attention.base import AttentionBackend
 from engine.attention.registry import select_backend
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import ModelSettings
 from engine.errors import ConfigError
 from engine.log import get_logger

@@ -6,10 +6,12 @@ from contextlib import contextmanager
 import torch
 
 from engine.attention.base import AttentionBackend
-from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.locate import ModelSource
+from engine.checkpoint.model_config import ModelConfig
 from engine.layers.memory import keep_freed_memory
 from engine.models.base import CausalLM
+from engine.models.decoder import DecoderForCausalLM
+from engine.models.native_decoder import NativeDecoder
 from engine.models.registry import model_class
 
 
@@ -39,6 +41,11 @@ def load_model(
     build = model_class(config, is_gguf=source.is_gguf)
     with torch.inference_mode(), _single_threaded():
         model = build.load(source, config, backend=attention_backend, dtype=dtype, device=device)
+        if isinstance(model, DecoderForCausalLM):
+            if attention_backend.name == "native":
+                model.native = NativeDecoder(model, config)
+            else:
+                model.pack_weights()
     return model.eval()
 
 

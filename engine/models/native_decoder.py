@@ -8,16 +8,16 @@ roundings to bfloat16 between.
 
 import ctypes
 import mmap
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from engine.attention.forward_context import get_forward_context
 from engine.attention.native import native_shape, unsupported_shape
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.layers.linear import GatedLinear, Linear
 from engine.layers.memory import return_freed_memory
+from engine.models.decoder import DecoderForCausalLM, DecoderLayer, FusedDecoder
 from engine.native.library import (
     PANEL_COLUMNS,
     ROW_BLOCK,
@@ -27,9 +27,6 @@ from engine.native.library import (
     Workspace,
     load_library,
 )
-
-if TYPE_CHECKING:
-    from engine.models.decoder import DecoderForCausalLM, DecoderLayer
 
 _SIZE_MULTIPLE = 32  # of inner dimensions: what a tile spans
 _ACTIVATIONS = ("silu", "swish")
@@ -47,17 +44,17 @@ def unsupported(config: ModelConfig, dtype: torch.dtype, block_size: int) -> str
     return unsupported_shape(config.num_heads, config.num_kv_heads, config.head_dim, block_size)
 
 
-class NativeDecoder(nn.Module):
+class NativeDecoder(FusedDecoder):
     """The weights of a decoder, packed, and its forward pass.
 
-    A module only so that its memory is counted with the model's.
+    A module so that its memory is counted with the model's.
 
     Args:
         model: loaded, in bfloat16 on the CPU; it loses its weights.
         config: what it was built from, which must pass `unsupported`.
     """
 
-    def __init__(self, model: "DecoderForCausalLM", config: ModelConfig) -> None:
+    def __init__(self, model: DecoderForCausalLM, config: ModelConfig) -> None:
         super().__init__()
         self._library = load_library()
         self._vocab_size = config.vocab_size
@@ -125,7 +122,7 @@ class NativeDecoder(nn.Module):
         )
         return logits
 
-    def _pack(self, model: "DecoderForCausalLM", config: ModelConfig) -> None:
+    def _pack(self, model: DecoderForCausalLM, config: ModelConfig) -> None:
         """Move every weight into one arena, taking it from its module."""
         linears: dict[str, Linear] = {}
         for index, layer in enumerate(model.decoder_layers):
@@ -163,7 +160,7 @@ class NativeDecoder(nn.Module):
             weight.data_ptr(), *weight.shape, self._panels[name].data_ptr()
         )
 
-    def _layer(self, index: int, layer: "DecoderLayer") -> Layer:
+    def _layer(self, index: int, layer: DecoderLayer) -> Layer:
         attention = layer.self_attention
         norms = {"input_norm": layer.input_norm, "mlp_norm": layer.mlp_norm}
         for name in ("query_norm", "key_norm"):

@@ -3,7 +3,7 @@
 import torch
 
 from engine.attention.base import AttentionBackend
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.models.decoder import DecoderForCausalLM
 
 

@@ -6,7 +6,7 @@ Paper: https://arxiv.org/abs/2505.09388
 import torch
 
 from engine.attention.base import AttentionBackend
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.layers.norm import RMSNorm
 from engine.models.decoder import DecoderForCausalLM, SelfAttention
 

@@ -2,7 +2,7 @@
 
 import importlib
 
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import UnsupportedModelError
 from engine.layers.rotary import ROPE_TYPES
 from engine.models.base import CausalLM

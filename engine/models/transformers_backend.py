@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.layer import Attention
-from engine.checkpoint.architecture import ModelConfig
 from engine.checkpoint.locate import ModelSource
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModelError
 from engine.layers.linear import Linear, can_pack
 from engine.log import get_logger

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.architecture import ModelConfig, read_json
+from engine.checkpoint.architecture import read_json
 from engine.checkpoint.gguf import GGUFFile
 from engine.checkpoint.locate import ModelSource
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModelError
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -16,6 +16,7 @@ from engine.server.http.middleware import add_guards
 from engine.server.http.observe import observe
 from engine.server.http.route_names import RouteNames
 from engine.server.live import routes as live
+from engine.server.live.files import PUBLIC_PATHS
 from engine.server.openai import chat, completions, models, tokenization
 from engine.server.openai.protocol.common import ErrorResponse
 from engine.server.state import ServerState
@@ -38,9 +39,9 @@ def make_app(state: ServerState) -> FastAPI:
     add_error_handlers(app)
     names = functools.cache(lambda: RouteNames(app.routes))  # when all are there
     state.route_names = names
-    observe(app, state, names)
+    state.observation = observe(app, state, names)
     add_methods(app, names)
-    add_guards(app, state)  # what is added last is passed first
+    add_guards(app, state, pages=PUBLIC_PATHS)  # what is added last is passed first
     if shows_docs:
         app.include_router(api_page.make_router(app))
     for routes in (health, load, models, completions, chat, tokenization):

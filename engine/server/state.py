@@ -4,43 +4,32 @@ Knows when requests are taken. Does not know HTTP's forms.
 """
 
 import asyncio
-import enum
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request
 
 from engine.api.async_llm import AsyncLLM
 from engine.server.cluster.admission import Admission
+from engine.server.cluster.metrics_page import MetricsPage
 from engine.server.cluster.peers import Peers
 from engine.server.cluster.recording import ServerRecording
 from engine.server.config import ServerConfig
 from engine.server.http.auth import ApiKeys
 from engine.server.http.errors import ApiError
+from engine.server.http.observe import Observation
+from engine.server.http.route_names import RouteNames
+from engine.server.http.served import Phase
 from engine.server.openai.tools.chat_templates import ChatTemplates
-
-if TYPE_CHECKING:
-    from engine.server.admin.metrics import MetricsPage
-    from engine.server.http.observe import Observation
-    from engine.server.http.route_names import RouteNames
-
-
-class Phase(enum.Enum):
-    """How far the server's life has got."""
-
-    STARTING = "starting"
-    READY = "ready"
-    STOPPING = "stopping"
-    DEAD = "dead"
 
 
 class ServerState:
     """One per process; routes get it through `server_of`.
 
     Attributes:
-        observation: what has been seen of requests; `observe` puts it here.
+        observation: what has been seen of requests; `make_app` puts it here.
         metrics_page: where scrapes read from; `add_metrics` puts it here.
         control_call: the last call to the engine core that steers it.
         route_names: of all that is served; `make_app` puts it here.
@@ -49,11 +38,11 @@ class ServerState:
         flight_record_until_s: until then it is the answer to whoever asks for one.
     """
 
-    observation: "Observation"
-    metrics_page: "MetricsPage"
-    control_call: "asyncio.Task[Any] | None" = None
-    route_names: "Callable[[], RouteNames] | None" = None
-    routes_off: "RouteNames | None" = None
+    observation: Observation
+    metrics_page: MetricsPage
+    control_call: asyncio.Task[Any] | None = None
+    route_names: Callable[[], RouteNames] | None = None
+    routes_off: RouteNames | None = None
     flight_record: Path | None = None
     flight_record_until_s: float = 0.0
 

@@ -65,10 +65,10 @@ class LiveInstrument(Instrument):
         capacity: int = RING_CAPACITY,
         recorder: FlightRecorder | None = None,
         make_journal: JournalFactory | None = None,
-        process: ProcessInstruments | None = None,
+        process: "ProcessInstruments[LiveInstrument] | None" = None,
     ) -> None:
         self._is_main = process is None
-        self._process = process or ProcessInstruments(
+        self._process: ProcessInstruments[LiveInstrument] = process or ProcessInstruments(
             drain, clock, recorder=recorder, make_journal=make_journal
         )
         self._capacity = capacity
@@ -128,7 +128,7 @@ class LiveInstrument(Instrument):
         group.clear()
 
     @property
-    def process(self) -> ProcessInstruments:
+    def process(self) -> "ProcessInstruments[LiveInstrument]":
         """What it shares with the process's other instruments."""
         return self._process
 

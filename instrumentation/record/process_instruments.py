@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from instrumentation.names import Event, FlightReason, SinkName
 from instrumentation.record.drain import Drain
@@ -18,16 +18,23 @@ from instrumentation.record.records import EventRecord
 from instrumentation.record.sinks import JournalSink
 from instrumentation.record.spans import LooseSpan
 
-if TYPE_CHECKING:
-    from instrumentation.record.live import LiveInstrument
-
 _LOGGER = logging.getLogger("isinglass.telemetry")
 
 JournalFactory = Callable[[str], JournalSink]
 """From a run's folder to a journal in it; raises OSError where it cannot be written."""
 
 
-class ProcessInstruments:
+class Rewirable(Protocol):
+    """The instrument of one thread."""
+
+    def rewire(self) -> None:
+        """Leave entries where they are wanted now."""
+
+
+InstrumentT = TypeVar("InstrumentT", bound=Rewirable)
+
+
+class ProcessInstruments(Generic[InstrumentT]):
     """What the instruments of a process share."""
 
     def __init__(
@@ -46,7 +53,7 @@ class ProcessInstruments:
         self.journal: JournalSink | None = None
         self.early_end = ""
         self.errors = drain.errors if drain is not None else TelemetryErrors()
-        self.instruments: list[LiveInstrument] = []
+        self.instruments: list[InstrumentT] = []
         self.io_spans: list[LooseSpan] = []
         self.flight_wanted: FlightReason | None = None
         self.ranges: Ranges | None = None

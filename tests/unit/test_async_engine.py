@@ -16,8 +16,8 @@ from engine import LLM, AsyncLLM, ConfigError, EngineDeadError, EngineStartError
 from engine.api.engine_host import EngineHost
 from engine.api.output_handler import OutputHandler
 from engine.config import EngineConfig
+from engine.transport import factory
 from engine.transport.async_mp_client import AsyncMPClient
-from engine.transport.client import EngineCoreClient
 from engine.types.sampling import RequestOutputKind
 from tests.unit.async_core import PlayedCore
 from tests.waiting import PATIENCE_S
@@ -199,7 +199,7 @@ def booting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BootingLLMEngine]]
     Booting.may_start.set()
     monkeypatch.setattr(engine.api.engine_host, "LLMEngine", Booting)
     make = staticmethod(lambda: BootingClient(object, timeout_s=1))
-    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", make)
+    monkeypatch.setattr(factory, "make_async_mp_client", make)
     yield Booting
     Booting.client.may_go_on.set()
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from engine.checkpoint import locate
-from engine.checkpoint.architecture import ModelConfig, read_model_config
+from engine.checkpoint.architecture import read_model_config
 from engine.checkpoint.locate import EMBEDDED_MODEL, ModelSource, resolve_model
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 
 LLAMA: dict[str, Any] = {

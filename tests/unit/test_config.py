@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.architecture import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import GROUPS, EngineConfig, default_of
 from engine.errors import ConfigError
 from engine.resolve import resolve_limits

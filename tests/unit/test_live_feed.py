@@ -22,6 +22,7 @@ from engine.frontend.observer import EngineObserver, make_observer
 from engine.frontend.output_processor import ProcessedOutputs
 from engine.server.config import ServerConfig
 from engine.server.http.errors import ApiError
+from engine.server.http.served import Phase
 from engine.server.live import block_watch, routes
 from engine.server.live import feed as feed_module
 from engine.server.live.facts import (
@@ -34,7 +35,6 @@ from engine.server.live.facts import (
 from engine.server.live.feed import HEARTBEAT_S, INTERVAL_S, MAX_WATCHERS, LiveFeed
 from engine.server.live.files import HEADERS, PUBLIC_PATHS, page_files
 from engine.server.live.watcher import MAX_FRAMES, Watcher
-from engine.server.state import Phase
 from engine.types.block_map import CACHED_AGES_S, FREE, OWNED, SHARED
 from engine.types.messages import EngineCoreOutputs, EngineCoreRequest
 from engine.types.sampling import SamplingParams

@@ -31,7 +31,7 @@ def make_app(state: Any) -> FastAPI:
     """An application that says what it got, behind the guard."""
     app = FastAPI()
     add_error_handlers(app)
-    add_guards(app, state)
+    add_guards(app, state, pages=PUBLIC_PATHS)
 
     @app.post("/v1/echo")
     async def echo(request: Request) -> dict[str, int]:

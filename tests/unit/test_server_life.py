@@ -16,9 +16,10 @@ import pytest
 from engine import AsyncLLM
 from engine.errors import EngineDeadError, EngineStartError
 from engine.server.config import ServerConfig
+from engine.server.http.served import Phase
 from engine.server.process import serve
 from engine.server.process.stop_signals import ended_by_signals
-from engine.server.state import Phase, ServerState
+from engine.server.state import ServerState
 from engine.types.attachment import CoreAttachment
 from tests.waiting import PATIENCE_S
 

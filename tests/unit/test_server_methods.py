@@ -15,8 +15,8 @@ from engine import AsyncLLM
 from engine.server.admin.api_page import api_page
 from engine.server.app import make_app
 from engine.server.config import ServerConfig
-from engine.server.http.route_names import RouteNames
-from engine.server.live.files import FILES_ROUTE, PUBLIC_PATHS
+from engine.server.http.route_names import FILES_ROUTE, RouteNames
+from engine.server.live.files import PUBLIC_PATHS
 from engine.server.openai.protocol.common import GenerationFields
 from engine.server.state import ServerState
 from tests.waiting import PATIENCE_S

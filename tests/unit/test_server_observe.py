@@ -23,9 +23,8 @@ from engine.server.http import loop_watch
 from engine.server.http.errors import ApiError, add_error_handlers
 from engine.server.http.exchange import shown_path
 from engine.server.http.observe import NUM_REMEMBERED, Observation, ObserveMiddleware, observe
-from engine.server.http.route_names import RouteNames
-from engine.server.live.files import FILES_ROUTE
-from engine.server.state import Phase
+from engine.server.http.route_names import FILES_ROUTE, RouteNames
+from engine.server.http.served import Phase
 from instrumentation import Metric, ObservabilityConfig
 from instrumentation.metrics.server import SERVER_METRICS, ServerMetrics
 from instrumentation.metrics.types import Counter, Gauge, Histogram

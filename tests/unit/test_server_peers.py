@@ -28,11 +28,12 @@ from engine.server.config import ServerConfig
 from engine.server.http.errors import add_error_handlers
 from engine.server.http.observe import observe
 from engine.server.http.route_names import RouteNames
+from engine.server.http.served import Phase
 from engine.server.live import others
 from engine.server.live.facts import REQUEST_COLUMNS
 from engine.server.live.feed import LiveFeed
 from engine.server.openai import chat, completions
-from engine.server.state import Phase, ServerState
+from engine.server.state import ServerState
 from engine.types.attachment import CoreAttachment
 from instrumentation import NULL, ObservabilityConfig, RequestTimeline
 from tests.fakes import FakeRequests
@@ -126,6 +127,7 @@ class Frontend:
         self.app.state.server = self.state
         add_error_handlers(self.app)
         observation = observe(self.app, self.state, lambda: RouteNames(self.app.routes))
+        self.state.observation = observation
         self.app.include_router(control.router)
         for routes in (debug, load, completions, chat):
             self.app.include_router(routes.router)

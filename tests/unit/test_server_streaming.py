@@ -10,13 +10,13 @@ import pytest
 from engine.errors import EngineDeadError
 from engine.frontend.output_stream import RequestStream
 from engine.server.http.errors import ApiError
+from engine.server.http.served import Phase
 from engine.server.openai.completion_answers import (
     CompletionCollector,
     CompletionPlan,
     CompletionWriter,
 )
 from engine.server.openai.streaming import EventStream, GenerationResponse, WholeAnswer
-from engine.server.state import Phase
 from engine.types.outputs import CompletionOutput, RequestOutput
 from engine.types.sampling import RequestOutputKind
 

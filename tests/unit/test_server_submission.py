@@ -14,12 +14,13 @@ from engine.frontend.queue_counter import QueueCounter
 from engine.frontend.request_tracer import TEXT_COMPLETION
 from engine.server.config import ServerConfig
 from engine.server.http.errors import ApiError
+from engine.server.http.served import Phase
 from engine.server.openai.chat import create_chat_completion
 from engine.server.openai.completions import create_completion
 from engine.server.openai.protocol.chat import ChatCompletionRequest
 from engine.server.openai.protocol.completion import CompletionRequest
 from engine.server.openai.submission import Origin, Submission
-from engine.server.state import Phase, ServerState
+from engine.server.state import ServerState
 from engine.types.sampling import SamplingParams
 
 

@@ -16,8 +16,9 @@ from engine.api.async_llm import AsyncLLM
 from engine.api.chat import chat_prompt
 from engine.server.config import ServerConfig
 from engine.server.http.errors import add_error_handlers
+from engine.server.http.served import Phase
 from engine.server.openai import tokenization
-from engine.server.state import Phase, ServerState
+from engine.server.state import ServerState
 from engine.text.tokenizer import LONG_TEXT, Tokenizer
 
 TEMPLATE = "{{ tools | length if tools else '' }} {{ messages[0].content }}"

@@ -75,7 +75,7 @@ def served(
     app = FastAPI()
     app.state.server = state
     add_error_handlers(app)
-    observe(app, state, lambda: RouteNames(app.routes))
+    state.observation = observe(app, state, lambda: RouteNames(app.routes))
     add_metrics(app, state)
     app.include_router(control.router)
     app.include_router(debug.router)

@@ -5,7 +5,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from engine.server.state import Phase, server_of
+from engine.server.http.served import Phase
+from engine.server.state import server_of
 from engine.version import __version__
 
 router = APIRouter()

@@ -9,8 +9,7 @@ from typing import Any
 
 from engine.log import get_logger
 from engine.server.http.exchange import PROBES, ExchangeState
-from engine.server.http.route_names import METRICS_PATHS
-from engine.server.live.files import FILES_ROUTE, ICON_PATH
+from engine.server.http.route_names import FILES_ROUTE, ICON_PATH, METRICS_PATHS
 
 logger = get_logger("access")
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from engine.server.http.errors import CLIENT_LEFT_STATUS
-from engine.server.state import Phase
+from engine.server.http.served import Phase
 from instrumentation import parse_traceparent
 from instrumentation.metrics.server import OTHER, OUTCOMES, REFUSALS
 

@@ -13,8 +13,6 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from engine.server.http.errors import ApiError
-from engine.server.openai.limits import check_lengths
-from engine.server.state import server_of
 
 _JSON_TYPES = ("application/json", "text/json")
 MAX_CONTAINERS = 100_000
@@ -42,10 +40,13 @@ class JsonRoute(APIRoute):
                 return await handle(request)
             request.state.num_body_bytes = len(body)
             decoded = decode_json(body, request.headers.get("content-type"))
-            check_lengths(decoded, server_of(request))
+            self.check(decoded, request)
             return await handle(_Decoded(request.scope, request.receive, decoded))
 
         return decode_and_handle
+
+    def check(self, body: dict[str, Any], request: Request) -> None:
+        """Refuse a decoded body before FastAPI looks into it, by raising `ApiError`."""
 
 
 class _Decoded(Request):

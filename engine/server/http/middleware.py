@@ -6,7 +6,7 @@ paths that are open to everybody; knows nothing of what routes do.
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -19,15 +19,14 @@ from engine.server.config import ServerConfig
 from engine.server.http.connection import head_too_large
 from engine.server.http.errors import ApiError
 from engine.server.http.route_names import METRICS_PATHS, route_path
-from engine.server.live.files import PUBLIC_PATHS
-from engine.server.state import ServerState
+from engine.server.http.served import Served
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 """Asked by load balancers and by people who want to know what is here: they say nothing of users,
 and need no key ever."""
-PAGES = PUBLIC_PATHS | {"/docs", "/openapi.json"}
-"""What browsers open, which cannot send a key with that. The pages are the same for everybody; the
-live one asks for the key and sends it when it fetches what is shown on it."""
+PAGES = frozenset({"/docs", "/openapi.json"})
+"""What browsers open, which cannot send a key with that, beside the live page. The pages are the
+same for everybody; the live one asks for the key and sends it when it fetches what it shows."""
 
 _ENDLESS = "/live/events"
 """A stream that lasts as long as somebody looks; the server's end does not wait for it."""
@@ -43,14 +42,14 @@ class GuardMiddleware:
     """Refuses, in this order: heads that are too long (431), strangers (401), bodies that are too
     large (413) or too slow (408); and counts the requests that are being served."""
 
-    def __init__(self, app: ASGIApp, *, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, *, state: Served, pages: Set[str] = frozenset()) -> None:
         self.app = app
         self._state = state
         self._keys = state.keys
         self._max_head_bytes = state.config.max_header_bytes
         self._max_body_bytes = state.config.max_body_bytes
         self._timeout_s = state.config.timeout_read_s
-        self._open = OPEN_PATHS | PAGES
+        self._open = OPEN_PATHS | PAGES | pages
         if not state.config.guard_metrics:
             self._open |= METRICS_PATHS
 
@@ -143,10 +142,10 @@ class _BoundedBody:
         return message
 
 
-def add_guards(app: FastAPI, state: ServerState) -> None:
+def add_guards(app: FastAPI, state: Served, *, pages: Set[str]) -> None:
     """Put the guard before the routes and, if browsers are to be let in, CORS before the guard, so
-    that preflights need no key and scripts may read refusals too."""
-    app.add_middleware(GuardMiddleware, state=state)
+    that preflights need no key and scripts may read refusals too. `pages` need no key either."""
+    app.add_middleware(GuardMiddleware, state=state, pages=pages)
     config: ServerConfig = state.config
     if config.allowed_origins:
         app.add_middleware(

@@ -22,8 +22,8 @@ from engine.server.http.errors import ApiError
 from engine.server.http.exchange import ExchangeState, RequestHeaders
 from engine.server.http.loop_watch import LoopWatch
 from engine.server.http.route_names import RouteNames, route_path
+from engine.server.http.served import Served
 from engine.server.http.wire import Wire
-from engine.server.state import ServerState
 from instrumentation.metrics.buckets import parse_buckets
 from instrumentation.metrics.server import OTHER, ServerMetrics
 
@@ -46,7 +46,7 @@ class Observation:
 
     def __init__(
         self,
-        state: ServerState,
+        state: Served,
         names: Callable[[], RouteNames],
         *,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -245,10 +245,9 @@ class ObserveMiddleware:
                 observation.end(exchange, error)
 
 
-def observe(app: FastAPI, state: ServerState, names: Callable[[], RouteNames]) -> Observation:
-    """Watch an application; `state.observation` is what has been seen."""
+def observe(app: FastAPI, state: Served, names: Callable[[], RouteNames]) -> Observation:
+    """Watch an application; returns what is seen of its requests."""
     observation = Observation(state, names)
-    state.observation = observation
     build = app.build_middleware_stack
 
     def build_watched() -> Any:

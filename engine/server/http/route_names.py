@@ -12,6 +12,10 @@ from fastapi.routing import iter_route_contexts
 
 from instrumentation.metrics.server import OTHER
 
+ICON_PATH = "/favicon.ico"
+"""What browsers ask for beside a page that names no icon."""
+FILES_ROUTE = "/live/{file}"
+"""One route for all of them, so that each has no series of its own."""
 METRICS_PATHS = frozenset({"/metrics", "/load"})
 """Asked by scrapers and load balancers: no news in the log, and open without `guard_metrics`."""
 _READING = frozenset({"GET", "HEAD"})

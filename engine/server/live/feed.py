@@ -18,6 +18,7 @@ from engine.frontend.live_tap import LiveTap
 from engine.frontend.observer import EngineObserver
 from engine.log import get_logger
 from engine.server.http.errors import ApiError
+from engine.server.http.served import Phase
 from engine.server.live.about import about
 from engine.server.live.block_watch import BlockWatch
 from engine.server.live.facts import (
@@ -29,7 +30,7 @@ from engine.server.live.facts import (
 )
 from engine.server.live.others import REQUEST_KEYS, OtherFrontends
 from engine.server.live.watcher import Watcher
-from engine.server.state import Phase, ServerState
+from engine.server.state import ServerState
 from engine.types.block_map import CACHED_AGES_S, OWNED, SHARED
 
 logger = get_logger(__name__)

@@ -6,6 +6,8 @@ They need no key, so that a browser can show the page and ask for one; the strea
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.server.http.route_names import ICON_PATH
+
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'"
@@ -22,11 +24,7 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-ICON_PATH = "/favicon.ico"
-"""What browsers ask for beside a page that names no icon."""
 _FOLDER = Path(__file__).parent / "page"
-FILES_ROUTE = "/live/{file}"
-"""One route for all of them, so that each has no series of its own."""
 
 
 class PageFile(NamedTuple):

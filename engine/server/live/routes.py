@@ -11,9 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from engine.log import get_logger
-from engine.server.http.route_names import route_path
+from engine.server.http.route_names import FILES_ROUTE, ICON_PATH, route_path
 from engine.server.live.feed import LiveFeed
-from engine.server.live.files import FILES_ROUTE, HEADERS, ICON_PATH, page_files
+from engine.server.live.files import HEADERS, page_files
 from engine.server.live.watcher import Watcher
 from engine.server.state import ServerState
 

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request, Response
 
 from engine.api.async_llm import AsyncLLM
 from engine.frontend.request_tracer import CHAT
-from engine.server.http.json_body import JsonRoute
 from engine.server.openai.chat_answers import ChatAnswerPlan, ChatCollector, ChatWriter
 from engine.server.openai.conversations import Conversation
+from engine.server.openai.limits import BoundedRoute
 from engine.server.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
 from engine.server.openai.protocol.common import answers
 from engine.server.openai.sampling import (
@@ -31,7 +31,7 @@ from engine.server.state import server_of
 from engine.types.sampling import SamplingParams
 from engine.types.structured_outputs import StructuredOutputsParams
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=BoundedRoute)
 
 
 @router.post(

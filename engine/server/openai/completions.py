@@ -13,12 +13,12 @@ from engine.api.async_llm import AsyncLLM
 from engine.frontend.input_processor import Prompt
 from engine.frontend.request_tracer import TEXT_COMPLETION
 from engine.server.http.errors import ApiError
-from engine.server.http.json_body import JsonRoute
 from engine.server.openai.completion_answers import (
     CompletionCollector,
     CompletionPlan,
     CompletionWriter,
 )
+from engine.server.openai.limits import BoundedRoute
 from engine.server.openai.protocol.common import answers
 from engine.server.openai.protocol.completion import CompletionRequest, CompletionResponse
 from engine.server.openai.sampling import check_max_tokens, form_names, make_params, wanted_form
@@ -27,7 +27,7 @@ from engine.server.openai.submission import Origin, Submission, check_num_output
 from engine.server.state import server_of
 from engine.types.sampling import SamplingParams
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=BoundedRoute)
 
 
 @router.post(

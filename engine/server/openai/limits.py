@@ -7,14 +7,26 @@ bound. What is in them is for `protocol` and the engine to check.
 
 from typing import Any
 
+from fastapi import Request
+
 from engine.frontend.input_processor import too_long
 from engine.server.http.errors import ApiError
+from engine.server.http.json_body import JsonRoute
+from engine.server.http.served import Phase
 from engine.server.openai.sampling import naming_fields
-from engine.server.state import Phase, ServerState
+from engine.server.state import ServerState, server_of
 
 MAX_MESSAGES = 4096
 MAX_BAD_WORDS_CHARACTERS = 16_384
 """Of all of them together: each is tokenized, on the event loop, for each request."""
+
+
+class BoundedRoute(JsonRoute):
+    """A route whose lists are refused by their length before anybody looks into them."""
+
+    def check(self, body: dict[str, Any], request: Request) -> None:
+        """See `check_lengths`."""
+        check_lengths(body, server_of(request))
 
 
 def check_lengths(body: dict[str, Any], state: ServerState) -> None:

@@ -20,9 +20,10 @@ from engine.errors import EngineDeadError
 from engine.frontend.output_stream import RequestStream
 from engine.log import get_logger
 from engine.server.http.errors import CLIENT_LEFT_STATUS, ApiError, as_api_error
+from engine.server.http.served import Phase
 from engine.server.openai.sampling import in_api_words
 from engine.server.openai.usage import Usage
-from engine.server.state import Phase, ServerState
+from engine.server.state import ServerState
 from engine.types.outputs import RequestOutput
 
 logger = get_logger(__name__)

@@ -5,8 +5,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from engine.server.http.json_body import JsonRoute, json_response
+from engine.server.http.json_body import json_response
 from engine.server.openai.conversations import Conversation
+from engine.server.openai.limits import BoundedRoute
 from engine.server.openai.protocol.common import answers
 from engine.server.openai.protocol.tokenize import (
     DetokenizeRequest,
@@ -20,7 +21,7 @@ from engine.server.openai.tools.plan import ChatPlan, plan_chat
 from engine.server.state import server_of
 from engine.text.tokenizer import Tokenizer
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=BoundedRoute)
 
 
 @router.post(

@@ -31,11 +31,12 @@ from engine.server.http.auth import load_api_keys, warn_of_readers
 from engine.server.http.connection import ConnectionLimits, bounded_protocol
 from engine.server.http.errors import ApiError
 from engine.server.http.listening import listening, raise_file_limit, tls_context
+from engine.server.http.served import Phase
 from engine.server.openai.tools.chat_templates import ChatTemplates
 from engine.server.process.announce import announce
 from engine.server.process.stop_signals import StopSignals
 from engine.server.process.threads import event_loop
-from engine.server.state import Phase, ServerState
+from engine.server.state import ServerState
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,7 @@ Knows where reasoning begins and ends. Tags anywhere else in an answer are its c
 
 from dataclasses import dataclass
 
-from engine.server.openai.tools.tag_search import first_tag, num_held_back
+from engine.server.openai.reasoning.tag_search import first_tag, num_held_back
 
 
 @dataclass(frozen=True, slots=True)

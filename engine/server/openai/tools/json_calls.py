@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.server.openai.reasoning.tag_search import first_tag, num_held_back
 from engine.server.openai.tools.call_parser import (
     CallParser,
     dump_arguments,
 )
 from engine.server.openai.tools.pieces import Piece
 from engine.server.openai.tools.scanner import BalanceScanner, Certainty, read_header
-from engine.server.openai.tools.tag_search import first_tag, num_held_back
 from engine.types.sampling_checks import encodable
 
 MAX_OBJECT = 65_536

@@ -9,13 +9,13 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from engine.server.openai.reasoning.tag_search import first_tag, num_held_back
 from engine.server.openai.tools.call_parser import (
     CallParser,
     dump_arguments,
 )
 from engine.server.openai.tools.python_source import parse_python, read_literal
 from engine.server.openai.tools.scanner import BalanceScanner
-from engine.server.openai.tools.tag_search import first_tag, num_held_back
 
 MAX_LIST = 65_536
 """Longest list of calls, in characters; a longer one is content."""

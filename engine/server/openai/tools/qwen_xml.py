@@ -11,13 +11,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from engine.server.openai.reasoning.tag_search import first_tag, num_held_back
 from engine.server.openai.tools.call_parser import (
     CallParser,
     dump_arguments,
 )
 from engine.server.openai.tools.definitions import Tool
 from engine.server.openai.tools.parameter_values import Parameters, ParameterValues
-from engine.server.openai.tools.tag_search import first_tag, num_held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
