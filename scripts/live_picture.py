@@ -17,8 +17,8 @@ import aiohttp
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.integration.browser import browser  # noqa: E402
-from tests.integration.server_process import ServerProcess  # noqa: E402
+from tests.support.browser import browser  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
 
 _WORDS = ROOT.joinpath("README.md").read_text().split()
 _FLAGS = ("--max-num-seqs=24", "--num-gpu-blocks-override=560", "--max-num-batched-tokens=512")

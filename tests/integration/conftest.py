@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.reference import ReferenceModel, load_gguf_llama, varied_text
-from tests.integration.server_process import ServerProcess
 from tests.levels import VARIABLE
+from tests.support.reference import ReferenceModel, load_gguf_llama, varied_text
+from tests.support.server_process import ServerProcess
 from tests.tiny_models import FAMILIES, build_tiny_checkpoint
 
 LEVEL = os.environ.get(VARIABLE)

@@ -32,8 +32,8 @@ from engine import (
 )
 from engine.frontend.input_processor import ProcessedParams
 from tests.integration.conftest import SMALL
-from tests.integration.reference import varied_text
-from tests.integration.scripts import is_running
+from tests.support.reference import varied_text
+from tests.support.scripts import is_running
 from tests.waiting import PATIENCE_S, SOON_S, until
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind

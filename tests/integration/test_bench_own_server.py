@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from engine.bench.prompts import RandomPrompts, SharedPrefixPrompts, read_prompt
 from engine.bench.records import LoadRun, Outcome, RequestRecord
 from engine.bench.settings import LoadSettings
 from engine.errors import ConfigError
-from tests.integration.openai_fake import (
+from tests.support.openai_fake import (
     Exchange,
     FakeServer,
     Script,

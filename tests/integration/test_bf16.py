@@ -12,7 +12,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from tests.integration.conftest import QUIET
-from tests.integration.reference import ReferenceModel
+from tests.support.reference import ReferenceModel
 
 MEAN_TOLERANCE = 0.3
 MAX_TOLERANCE = 2.0

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.server_process import free_port
+from tests.support.documentation import PYTHON_BLOCKS, ROOT, SHELL_BLOCKS
+from tests.support.server_process import free_port
 from tests.waiting import PATIENCE_S
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("[0-9]*.py"))
 IN_SHORT = {"04_trace_a_run.py", "08_logits_processor.py", "09_errors.py"}
 """Examples that `make test` runs, beside the first block; `make test-slow` runs the others."""
-README = (ROOT / "README.md").read_text()
-GUIDE = (ROOT / "docs" / "observability.md").read_text()
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL)
-SHELL_BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 
 
 def run(command: list[str], cwd: Path, *, stdin: str | None = None) -> str:

@@ -32,8 +32,8 @@ from engine import (
 from engine.checkpoint.locate import embedded_model_path
 from instrumentation import Event, RequestTimeline
 from tests.integration.conftest import SMALL
-from tests.integration.measures import counter
-from tests.integration.scripts import (
+from tests.support.measures import counter
+from tests.support.scripts import (
     children_of_this_process,
     is_running,
     script,
@@ -150,7 +150,7 @@ def test_termination_of_the_core(tiny_llama: Path, temporary: Path) -> None:
 
 def test_an_error_in_a_step_tells_its_cause(tiny_llama: Path, temporary: Path) -> None:
     """A user's logits processor raises in the core."""
-    processor = "tests.integration.processors:Raises"
+    processor = "tests.support.processors:Raises"
     with LLM(tiny_llama, skip_tokenizer_init=True, logits_processors=[processor], **SMALL) as llm:
         with pytest.raises(EngineDeadError) as caught:
             llm.generate([[5, 6]], LONG.clone(max_tokens=5), use_tqdm=False)
@@ -175,7 +175,7 @@ def test_a_request_fails_alone_in_its_logits_processor(
     faulty[1] = each[1].clone(extra_args={"fails_after": 4, "how": how})
     faulty[2] = each[2].clone(extra_args={"fails_after": 0, "how": how}, n=2)
     settings = SMALL | {"max_num_seqs": 3, "async_scheduling": async_scheduling}
-    processor = "tests.integration.processors:FailsAfter"
+    processor = "tests.support.processors:FailsAfter"
     with LLM(
         tiny_llama, skip_tokenizer_init=True, logits_processors=[processor], **settings
     ) as llm:

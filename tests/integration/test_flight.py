@@ -15,7 +15,7 @@ from engine import LLM, EngineDeadError, IsinglassError, LogitsProcessor, Sampli
 from engine.core.engine_core import EngineCore
 from instrumentation import Event, FlightReason
 from tests.integration.conftest import SMALL
-from tests.integration.measures import counter
+from tests.support.measures import counter
 from tests.tiny_models import VOCAB_SIZE
 from tests.waiting import wait_until
 from traces.flight import FlightRecord, read_flight

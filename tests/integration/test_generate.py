@@ -25,9 +25,9 @@ from engine import (
     TokenizerError,
 )
 from tests.integration.conftest import EXACT, SMALL
-from tests.integration.measures import counter, histogram, series
-from tests.integration.processors import EvenTokensOnly, OnlyToken, RepeatPrompt
-from tests.integration.reference import random_prompts
+from tests.support.measures import counter, histogram, series
+from tests.support.processors import EvenTokensOnly, OnlyToken, RepeatPrompt
+from tests.support.reference import random_prompts
 from tests.tiny_models import VOCAB_SIZE
 from tests.waiting import PATIENCE_S
 
@@ -571,9 +571,7 @@ def test_low_priority_gives_way_and_comes_back(tiny_llama: Path) -> None:
         assert outputs[1].metrics.preemptions == []
 
 
-@pytest.mark.parametrize(
-    "processor", [EvenTokensOnly, "tests.integration.processors:EvenTokensOnly"]
-)
+@pytest.mark.parametrize("processor", [EvenTokensOnly, "tests.support.processors:EvenTokensOnly"])
 @pytest.mark.parametrize("multiprocessing", [True, False])
 def test_logits_processor_by_class_and_by_name(
     processor: str | type[LogitsProcessor], multiprocessing: bool, tiny_llama: Path
@@ -616,7 +614,7 @@ def test_processors_that_cannot_be_loaded(tiny_llama: Path) -> None:
     class Local(EvenTokensOnly):
         pass
 
-    for wrong in (Local, "no.such.module:Thing", "tests.integration.processors:Nothing", int):
+    for wrong in (Local, "no.such.module:Thing", "tests.support.processors:Nothing", int):
         with pytest.raises(ConfigError):
             LLM(tiny_llama, skip_tokenizer_init=True, logits_processors=[wrong], **SMALL)
 

@@ -17,7 +17,7 @@ from instrumentation import AdmissionStop
 from instrumentation.explain.attribution import attribute, cost_by_request
 from instrumentation.explain.step_budget import step_budgets
 from tests.integration.conftest import SMALL
-from tests.integration.measures import counter
+from tests.support.measures import counter
 from tests.tiny_models import VOCAB_SIZE
 from traces.journal_reader import Run, read_run
 

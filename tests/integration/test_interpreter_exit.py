@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.scripts import script
+from tests.support.scripts import script
 
 IMPORTS = {
     "engine-only": "",

@@ -25,7 +25,7 @@ def test_better_features_are_hidden_from_the_core(
         assert not RUNNING or os.environ[name] == value
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("ONEDNN_VERBOSE", "1")
-    processors = ["tests.integration.processors:TellsKernels"]
+    processors = ["tests.support.processors:TellsKernels"]
     settings = SMALL | {"skip_tokenizer_init": True, "log_level": "info", "cpu_kernels": "torch"}
     with LLM(tiny_llama, logits_processors=processors, **settings) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)

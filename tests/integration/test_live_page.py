@@ -23,10 +23,10 @@ from engine.checkpoint.locate import embedded_model_path
 from engine.server.live.facts import REQUEST_COLUMNS, STEP_COLUMNS
 from instrumentation import StepLabel, parse_step_label, step_kind
 from instrumentation.metrics.info import METRICS
-from tests.integration import server_process
-from tests.integration.browser import CHROMIUM, Tab, browser
-from tests.integration.server_facts import scrape
-from tests.integration.server_process import SMALL_FLAGS, ServerProcess
+from tests.support import server_process
+from tests.support.browser import CHROMIUM, Tab, browser
+from tests.support.server_facts import scrape
+from tests.support.server_process import SMALL_FLAGS, ServerProcess
 from tests.tiny_models import build_tiny_checkpoint
 from tests.waiting import PATIENCE_S, until
 

@@ -10,9 +10,9 @@ import torch
 
 from engine import LLM, Logprob, RequestOutput, SamplingParams
 from tests.integration.conftest import QUIET, SMALL
-from tests.integration.measures import counter
-from tests.integration.processors import EvenTokensOnly
-from tests.integration.reference import ReferenceModel, random_prompts
+from tests.support.measures import counter
+from tests.support.processors import EvenTokensOnly
+from tests.support.reference import ReferenceModel, random_prompts
 from tests.tiny_models import VOCAB_SIZE
 
 TOLERANCE = 1e-3

@@ -9,8 +9,8 @@ import pytest
 
 from instrumentation.labels import format_step_label, parse_step_label
 from instrumentation.names import PHASES, Phase, Role, ThreadName
-from tests.integration.scripts import script
 from tests.native.nvtx_tool import Line, build_tool, environment_of, ranges_by_thread, read_lines
+from tests.support.scripts import script
 from traces.journal_reader import ProcessRecords, Run, ThreadRecords, read_run
 
 WORKER_PHASES = ["prepare", "forward", "logits", "sample", "readback"]

@@ -22,15 +22,15 @@ from instrumentation import StepRecord, format_step_label
 from instrumentation.metrics.types import Counter, Gauge, Histogram
 from instrumentation.names import PHASES, STARTUP_PHASES
 from tests.integration.conftest import SMALL
-from tests.integration.otlp_receiver import (
+from tests.support.otlp_receiver import (
     OtlpReceiver,
     ReceivedSpan,
     attributes_of,
     grpc_receiver,
     http_receiver,
 )
-from tests.integration.reference import random_prompts
-from tests.integration.scripts import ROOT
+from tests.support.reference import random_prompts
+from tests.support.scripts import ROOT
 from tests.tiny_models import VOCAB_SIZE
 from tests.waiting import PATIENCE_S
 from traces.journal_reader import read_run

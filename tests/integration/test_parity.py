@@ -8,8 +8,8 @@ import pytest
 
 from engine import LLM, RequestOutput, SamplingParams
 from tests.integration.conftest import QUIET, SMALL
-from tests.integration.measures import counter
-from tests.integration.reference import ReferenceModel, count_ties, random_prompts
+from tests.support.measures import counter
+from tests.support.reference import ReferenceModel, count_ties, random_prompts
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 from traces.journal_reader import read_run
 

@@ -18,9 +18,9 @@ from engine.errors import ConfigError, IsinglassError, ProfilerError
 from instrumentation import ProfileState, ProfileStatus, ThreadName
 from instrumentation.labels import format_step_label
 from tests.integration.conftest import SMALL
-from tests.integration.reference import random_prompts
+from tests.support.perfetto_files import Drawn, Loaded, load
+from tests.support.reference import random_prompts
 from tests.tiny_models import VOCAB_SIZE
-from tests.unit.test_perfetto import Drawn, Loaded, load
 from tests.waiting import wait_until
 from traces.cli import run_convert
 from traces.journal_reader import Run, read_run

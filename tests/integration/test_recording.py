@@ -9,7 +9,7 @@ import pytest
 from engine import LLM, ConfigError, EngineDeadError, IsinglassError, SamplingParams
 from instrumentation import Event
 from tests.integration.conftest import SMALL
-from tests.integration.measures import counter
+from tests.support.measures import counter
 from tests.tiny_models import VOCAB_SIZE
 from tests.waiting import wait_until
 from traces.journal_reader import Run, read_run

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.server_process import ROOT, SMALL_FLAGS, ServerProcess
+from tests.support.server_process import ROOT, SMALL_FLAGS, ServerProcess
 from tests.waiting import PATIENCE_S, wait_until
 
 SERVE = (sys.executable, "-m", "engine.cli.main", "serve")

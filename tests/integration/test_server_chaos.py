@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.load_clients import Wire, completion
-from tests.integration.otlp_receiver import grpc_receiver, http_receiver
-from tests.integration.scripts import is_running, socket_folders
-from tests.integration.server_facts import (
+from tests.support.load_clients import Wire, completion
+from tests.support.otlp_receiver import grpc_receiver, http_receiver
+from tests.support.scripts import is_running, socket_folders
+from tests.support.server_facts import (
     Scrape,
     busy_tasks,
     check_arrivals,
@@ -30,7 +30,7 @@ from tests.integration.server_facts import (
     processes,
     scrape,
 )
-from tests.integration.server_process import SMALL_FLAGS, ServerProcess, folder_for_servers
+from tests.support.server_process import SMALL_FLAGS, ServerProcess, folder_for_servers
 from tests.waiting import PATIENCE_S, SOON_S, until, wait_until
 
 QUIET = (*SMALL_FLAGS, "--disable-access-log")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.server_process import ServerProcess, stream_lines
+from tests.support.server_process import ServerProcess, stream_lines
 from tests.waiting import PATIENCE_S, wait_until
 
 COMPLETION: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}

@@ -23,9 +23,9 @@ import httpx
 import pytest
 
 from engine.cli.main import main
-from tests.integration.scripts import is_running, socket_folders
-from tests.integration.server_facts import processes
-from tests.integration.server_process import (
+from tests.support.scripts import is_running, socket_folders
+from tests.support.server_facts import processes
+from tests.support.server_process import (
     ROOT,
     SMALL_FLAGS,
     ServerProcess,

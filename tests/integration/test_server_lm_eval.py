@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import EXACT
-from tests.integration.load_clients import (
+from tests.support.load_clients import (
     WHOLE,
     Answer,
     Expected,
@@ -25,7 +25,7 @@ from tests.integration.load_clients import (
     expected_texts,
     run_load,
 )
-from tests.integration.server_facts import (
+from tests.support.server_facts import (
     Scrape,
     busy_tasks,
     check_arrivals,
@@ -35,7 +35,7 @@ from tests.integration.server_facts import (
     resident_bytes,
     scrape,
 )
-from tests.integration.server_process import SMALL_FLAGS, ServerProcess
+from tests.support.server_process import SMALL_FLAGS, ServerProcess
 from tests.waiting import until, wait_until
 
 LOAD_SECONDS = float(os.environ.get("ISINGLASS_LOAD_SECONDS", "30"))

@@ -13,7 +13,7 @@ from engine import LLM, SamplingParams
 from engine.server.openai.protocol.chat import ChatCompletionChunk, ChatCompletionResponse
 from engine.server.openai.protocol.completion import CompletionChunk, CompletionResponse
 from tests.integration.conftest import EXACT
-from tests.integration.server_process import ServerProcess, stream_lines
+from tests.support.server_process import ServerProcess, stream_lines
 from tests.waiting import PATIENCE_S
 
 PROMPTS = ["The capital of France is", "Once upon a time", "2 + 2 =", "Emoji: 🙂🙃"]

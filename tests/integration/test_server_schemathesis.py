@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 import schemathesis
 
-from tests.integration.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.server_process import ROOT, SMALL_FLAGS, ServerProcess
+from tests.support.server_process import ROOT, SMALL_FLAGS, ServerProcess
 from tests.waiting import PATIENCE_S, SOON_S, wait_until
 
 # -- the source ------------------------------------------------------------------------------------

@@ -23,13 +23,13 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from engine.checkpoint.locate import embedded_model_path
 from instrumentation.metrics.info import METRICS, AfterDeath, MetricKind
 from instrumentation.metrics.vllm_names import SAME_VALUES
-from tests.integration.otlp_receiver import (
+from tests.support.otlp_receiver import (
     OtlpReceiver,
     ReceivedSpan,
     attributes_of,
     http_receiver,
 )
-from tests.integration.server_process import SMALL_FLAGS, ServerProcess, free_port
+from tests.support.server_process import SMALL_FLAGS, ServerProcess, free_port
 from tests.tiny_models import build_tiny_checkpoint
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -10,7 +10,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from tests.integration.conftest import EXACT
-from tests.integration.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 from tests.waiting import wait_until
 
 WEATHER: dict[str, Any] = {

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from tests.integration.scripts import ROOT
-from tests.integration.server_process import ServerProcess
+from tests.support.scripts import ROOT
+from tests.support.server_process import ServerProcess
 from tests.waiting import PATIENCE_S
 
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)

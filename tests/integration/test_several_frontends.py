@@ -25,9 +25,9 @@ from engine.transport.mp_client import SyncMPClient
 from engine.types.attachment import CoreAttachment
 from instrumentation import NULL, Metric, Role
 from tests.integration.conftest import SMALL
-from tests.integration.reference import varied_text
-from tests.integration.server_facts import processes
-from tests.integration.server_process import SMALL_FLAGS, ServerProcess
+from tests.support.reference import varied_text
+from tests.support.server_facts import processes
+from tests.support.server_process import SMALL_FLAGS, ServerProcess
 from tests.waiting import PATIENCE_S, SOON_S, until, wait_until
 from traces.journal_reader import read_run
 from traces.perfetto import write_perfetto

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.scripts import script
+from tests.support.scripts import script
 from tests.waiting import wait_until
 from traces.flight import read_flight
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine import LLM, RequestOutput, SamplingParams, SamplingParamsError, StructuredOutputsParams
 from tests.integration.conftest import EXACT, QUIET
-from tests.integration.measures import counter, series
+from tests.support.measures import counter, series
 
 SETTINGS = EXACT | {"kv_cache_memory_bytes": 128 << 20, "max_num_batched_tokens": 96}
 PROMPT = "A short answer, please. "

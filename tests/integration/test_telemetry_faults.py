@@ -14,8 +14,8 @@ from instrumentation.record.live import RING_CAPACITY, LiveInstrument
 from instrumentation.record.records import Record, ThreadStarted
 from instrumentation.record.sinks import JournalSink
 from tests.integration.conftest import SMALL
-from tests.integration.measures import series
-from tests.integration.scripts import script
+from tests.support.measures import series
+from tests.support.scripts import script
 from tests.tiny_models import VOCAB_SIZE
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -11,10 +11,10 @@ from instrumentation import Phase, RequestTimeline
 from instrumentation.labels import format_step_label
 from instrumentation.names import PHASES, STARTUP_PHASES
 from tests.integration.conftest import SMALL
-from tests.integration.measures import counter
-from tests.integration.reference import random_prompts
+from tests.support.measures import counter
+from tests.support.perfetto_files import load
+from tests.support.reference import random_prompts
 from tests.tiny_models import VOCAB_SIZE
-from tests.unit.test_perfetto import load
 from traces.journal_reader import Run, read_run
 from traces.perfetto import write_perfetto
 from traces.request_slices import request_slices

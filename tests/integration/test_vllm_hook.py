@@ -23,7 +23,7 @@ from traces.perfetto import write_perfetto
 # Before the fixture that cleans the environment.
 VLLM_PYTHON = os.environ.get("ISINGLASS_TEST_VLLM_PYTHON")
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).with_name("vllm_run.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "vllm_run.py"
 MAIN = "import sys; from engine.cli.main import main; sys.exit(main())"
 TIMEOUT_S = 600
 

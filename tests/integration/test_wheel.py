@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.version import __version__
-from tests.integration.scripts import ROOT
-from tests.integration.test_examples import PYTHON_BLOCKS
+from tests.support.documentation import PYTHON_BLOCKS
+from tests.support.scripts import ROOT
 from tests.waiting import PATIENCE_S
 
 PACKAGES = ("engine", "instrumentation", "traces")

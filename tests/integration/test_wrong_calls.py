@@ -11,7 +11,7 @@ import pytest
 from engine import LLM, ConfigError, LogitsProcessor, PromptError, RequestError, SamplingParams
 from engine.errors import IsinglassError
 from tests.integration.conftest import EXACT, SMALL
-from tests.integration.scripts import script
+from tests.support.scripts import script
 from tests.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)

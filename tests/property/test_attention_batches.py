@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend_names
 from tests.support.attention_batches import assert_equals_reference, make_layout
-from tests.unit.native_support import REASON
+from tests.support.native_support import REASON
 
 MAX_LENGTH = 600
 MAX_CHUNK = 64

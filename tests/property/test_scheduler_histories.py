@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.types.sampling import SamplingParams
 from tests.fakes import EOS, sampling_params
-from tests.property.scheduler_harness import SchedulerHarness, Settings
+from tests.support.scheduler_harness import SchedulerHarness, Settings
 
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "60"))
 

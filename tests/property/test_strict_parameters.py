@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.server.openai.tools.definitions import ToolsError
 from engine.server.openai.tools.plan import ChatFormats, ChatPlan, plan_chat
 from engine.types.grammar_messages import compile_constraint
-from tests.unit.grammar_walks import byte_compiler, finished_texts
+from tests.support.grammar_walks import byte_compiler, finished_texts
 
 BEGIN = "<tool_call>\n<function=f>\n<parameter=a>\n"
 END = "\n</parameter>\n</function>\n</tool_call>"

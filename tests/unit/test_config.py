@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.model_config import ModelConfig
 from engine.config import GROUPS, EngineConfig, default_of
 from engine.errors import ConfigError
 from engine.resolve import resolve_limits
+from tests.support.model_configs import model_config
 
 SPECS = [(spec.name, spec) for group in GROUPS.values() for spec in fields(group)]
 NUMERIC = [
@@ -18,23 +18,6 @@ NUMERIC = [
     for name, spec in SPECS
     if any(kind in str(spec.type) for kind in ("int", "float")) and "tuple" not in str(spec.type)
 ]
-
-
-def model_config(**changes: Any) -> ModelConfig:
-    values = {
-        "architecture": "LlamaForCausalLM",
-        "model_type": "llama",
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "intermediate_size": 32,
-        "max_position_embeddings": 1_000,
-        "layer_windows": (None,),
-    }
-    return ModelConfig(**(values | changes))
 
 
 @pytest.mark.parametrize(("name", "spec"), SPECS, ids=[name for name, _ in SPECS])

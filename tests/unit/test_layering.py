@@ -301,3 +301,16 @@ def test_the_parser_sees_imports_wherever_they_are(tmp_path: Path) -> None:
         ("e", False),
         ("h", False),
     }
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several share is in `tests.support`."""
+    wrong = [
+        str(one)
+        for path in files_of("tests")
+        for one in imports_of(path)
+        if one.module.startswith("tests.") and one.module.split(".")[-1].startswith("test_")
+    ]
+    # Goes with the analysis of schemas.
+    wrong = [one for one in wrong if "test_json_schema" not in one]
+    assert not wrong, "\n".join(wrong)
