@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-levels test-lowest test-slow lint bench clean
+.PHONY: help demo test test-levels test-lowest test-slow coverage lint bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,9 @@ test-lowest: .venv-lowest/ready ## everything but the slow tests, with the lowes
 
 test-slow: .venv/ready ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+coverage: .venv/ready ## lines that the unit and property tests run, by file; reported, not gated
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n 2 --dist loadfile --cov --cov-report=term:skip-covered tests/unit tests/property $(PYTEST_ARGS)
 
 lint: .venv/ready ## check and format
 	$(BIN)/ruff check --fix .
