@@ -372,6 +372,8 @@ def statuses_at(port: int) -> set[str]:
         )
     except httpx.TransportError:
         return set()  # not listening yet
+    if answer.status_code == 503:
+        return set()  # listening, and not ready yet
     return {one["metric"]["status"] for one in answer.json()["data"]["result"]}
 
 
