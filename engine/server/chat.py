@@ -28,8 +28,8 @@ from engine.server.state import server_of
 from engine.server.streaming import EventStream, WholeAnswer
 from engine.server.submission import Origin, Submission, check_num_outputs
 from engine.server.tools.plan import ChatPlan, OutputPlan, plan_chat
+from engine.structured.params import StructuredOutputsParams
 from engine.types.sampling import SamplingParams
-from engine.types.structured_outputs import StructuredOutputsParams
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from engine.core import grammar_compiler
 from engine.core.grammar_compiler import Compiled, GrammarCompiler, GrammarKey
 from engine.types.grammar_messages import choice_grammar
 from engine.types.structured_outputs import StructuredOutputsParams
+
+from engine.core import grammar_compiler
 from instrumentation import GrammarOutcome
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-
-from engine import SamplingParamsError, StructuredOutputsParams
 from engine.types.json_schema import enforceable_schema
 from engine.types.schema_values import SchemaError
+
+from engine import SamplingParamsError, StructuredOutputsParams
 from tests.unit.grammar_walks import finished_texts
 
 NAMES = ("a", "b", "title", "default", "x y", "é", '"q"')

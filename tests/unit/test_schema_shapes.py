@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from engine import SamplingParamsError, StructuredOutputsParams
 from engine.types.json_schema import enforceable_schema
 from engine.types.schema_values import SchemaError
+
+from engine import SamplingParamsError, StructuredOutputsParams
 from tests.unit.test_json_schema import Schemas
 
 OBJECT = {"type": "object", "required": ["a"], "properties": {"a": {"const": 1}}}

@@ -29,9 +29,9 @@ from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.completion import CompletionRequest
 from engine.server.protocol.tokenize import TokenizeRequest
 from engine.server.sampling import SAME_NAME, make_params, naming_fields, wanted_form
+from engine.structured.params import StructuredOutputsParams
 from engine.types.logprobs import Logprob
 from engine.types.sampling import RequestOutputKind, SamplingParams
-from engine.types.structured_outputs import StructuredOutputsParams
 
 DEFAULTS = SamplingParams(temperature=0.6, top_k=20)
 GIVEN: dict[str, Any] = {

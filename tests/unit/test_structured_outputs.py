@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from engine.types.structured_outputs import KINDS, MAX_BYTES, MAX_CHOICES, MAX_NESTING
 
 from engine import SamplingParams, SamplingParamsError, StructuredOutputsParams
-from engine.types.structured_outputs import KINDS, MAX_BYTES, MAX_CHOICES, MAX_NESTING
 
 SCHEMA = {"type": "object", "properties": {"ü": {"type": "string"}}}
 

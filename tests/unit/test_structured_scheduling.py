@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from engine.core.engine_core import EngineCore
-from engine.core.grammar import bits_of
-from engine.core.grammar_compiler import Compiled, GrammarCompiler, GrammarKey
 from engine.core.request import Request, RequestStatus
 from engine.core.request_queue import RequestQueue, make_request_queue
-from engine.core.structured_output import StructuredOutputManager
 from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import ProcessedOutputs
+from engine.structured.compiler import Compiled, ConstraintCompiler
+from engine.structured.constraint import ConstraintKey
+from engine.structured.manager import StructuredOutputManager
+from engine.structured.matching import bits_of
 from engine.types.messages import CoreTimes, EngineCoreOutputs, EngineCoreRequest, ErrorKind
 from engine.types.plan import GrammarOutput, ModelRunnerOutput
 from engine.types.sampling import SamplingParams
@@ -82,24 +83,24 @@ class OneWay:
         return self.ended
 
 
-class SlowCompiler(GrammarCompiler):
+class SlowCompiler(ConstraintCompiler):
     """Answers each question when it has been asked for results a few times."""
 
     def __init__(self, delay: int) -> None:
         super().__init__({}, timeout_s=1.0)
         self.delay = delay
-        self.pending: dict[GrammarKey, int] = {}
+        self.pending: dict[ConstraintKey, int] = {}
         self.num_waits = 0
         self.is_warm = False
         self.shortest_wait_s = math.inf
 
-    def submit(self, key: GrammarKey) -> None:
+    def submit(self, key: ConstraintKey) -> None:
         self.pending[key] = self.delay
 
     def warm_up(self) -> None:
         self.is_warm = True
 
-    def withdraw(self, key: GrammarKey) -> None:
+    def withdraw(self, key: ConstraintKey) -> None:
         self.pending.pop(key, None)
 
     def take(self) -> list[Compiled]:

@@ -33,7 +33,7 @@ from engine.server.tools.hermes_prompt import plain_messages, with_tools
 from engine.server.tools.pieces import new_call_id
 from engine.server.tools.template import TemplateFacts, read_template
 from engine.server.tools.whole_output import NamedCallParser, RequiredCallParser
-from engine.types.structured_outputs import StructuredOutputsParams
+from engine.structured.params import StructuredOutputsParams
 
 _log = get_logger(__name__)
 
