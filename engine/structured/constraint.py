@@ -91,8 +91,12 @@ def compiled(tokenizer: Any, key: ConstraintKey, text: str) -> Any:
     if matcher.is_error():
         raise ConstraintError(message_of(matcher.get_error()))
     allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-    if not len(np.setdiff1d(allowed, tokenizer.eos_tokens)):
+    allowed = np.setdiff1d(allowed, tokenizer.eos_tokens)
+    if not len(allowed):
         raise ConstraintError("no text but the empty one matches it")
+    # What recurs without an end looks as if it could begin.
+    if not matcher.deep_copy().consume_token(int(allowed[0])):
+        raise ConstraintError("it is unsatisfiable")
     return matcher
 
 

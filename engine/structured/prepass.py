@@ -4,11 +4,12 @@ Closes objects, follows references, drops remarks, keeps what would take the lib
 crash it out, and names the place of what is refused. What schemas mean is the library's affair.
 """
 
+import enum
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Final
 
-from engine.structured.schema_shapes import SchemaError, at, check_shape
+from engine.structured.schema_shapes import SchemaError, Shapes, at
 from engine.structured.schema_terms import KEYWORDS, Schema, common_types, pointed_at
 
 MAX_OPTIONAL: Final = 500
@@ -43,6 +44,17 @@ _FORMATS: Final = frozenset(
     )
 )
 """Those that it knows; others are remarks."""
+
+
+class _Mode(enum.Enum):
+    """How a schema is to be written."""
+
+    CLOSED = 0
+    """Its objects have no properties that it does not name."""
+    PART = 1
+    """The same of what is within its objects; it is a part of a schema that is closed."""
+    EXACT = 2
+    """As it stands: that less would fit it could let more through elsewhere (`oneOf`)."""
 
 
 class Allowance:
@@ -83,77 +95,71 @@ class _Writer:
     def __init__(self, root: Schema, allowance: Allowance, closes_objects: bool) -> None:
         self._root = root
         self._allowance = allowance
-        self._closes_objects = closes_objects
+        self._mode = _Mode.CLOSED if closes_objects else _Mode.EXACT
+        self._shapes = Shapes()
         self._anchors: dict[str, Any] | None = None
-        self._names: dict[tuple[str, bool], str] = {}
-        """Of what references lead to, by the place there and whether it is closed."""
-        self._left: list[tuple[str, bool]] = []
+        self._names: dict[tuple[str, _Mode], str] = {}
+        """Of what references lead to, by the place there and how it is written."""
+        self._left: list[tuple[str, _Mode]] = []
 
     def write(self) -> Schema:
-        written = self._schema(self._root, "", closes=self._closes_objects)
+        self._shapes.check(self._root, "")
+        written = self._schema(self._root, "", self._mode)
         definitions: dict[str, Any] = {}
         while self._left:
-            reference, closes = self._left.pop()
-            place = reference.removeprefix("#").replace("/", ".")[:200]
+            reference, mode = self._left.pop()
+            place = _place_of(reference)
             target = self._target(reference, place)
-            name = self._names[reference, closes]
-            definitions[name] = self._schema(target, place, closes=closes)
+            name = self._names[reference, mode]
+            definitions[name] = self._schema(target, place, mode)
         if definitions:
             written = written | {"$defs": definitions}
         return written
 
-    def _schema(self, schema: Any, path: str, *, closes: bool, depth: int = 0) -> Any:
+    def _schema(self, schema: Any, path: str, mode: _Mode, depth: int = 0) -> Any:
         self._allowance.step(path)
         if isinstance(schema, bool):
             return schema
-        if not isinstance(schema, dict):
-            raise SchemaError(path, "must be a schema: an object, true or false")
         if depth > MAX_DEPTH:
             raise SchemaError(path, f"must not be nested deeper than {MAX_DEPTH} levels")
-        check_shape(schema, path)
         self._check_supported(schema, path)
         schema = self._plain(schema, path)
         parts = self._check_parts(schema, path)
+        options = self._options_word(schema.get("oneOf"), path)
         applicators = [word for word in (*_SAME_VALUE, "$ref") if word in schema]
         beside = [word for word in schema if word in _KEPT and word not in ("type", "format")]
-        is_wrapper = len(applicators) == 1 and not beside
+        is_wrapper = len(applicators) == 1 and not beside and options == "anyOf"
         is_wrapper = is_wrapper and not ("allOf" in schema and len(schema["allOf"]) > 1)
-        inner_closes = closes and is_wrapper
-        if closes and not is_wrapper:
+        if mode is _Mode.CLOSED and not is_wrapper:
             schema = _closed(schema, parts)
+        same = _Mode.PART if mode is _Mode.CLOSED and not is_wrapper else mode
+        within = mode if mode is _Mode.EXACT else self._mode
         written: Schema = {}
         for keyword, value in schema.items():
             where = f"{path}.{keyword}"
             if keyword == "$ref":
-                written["$ref"] = self._reference(value, where, closes=inner_closes)
-            elif keyword in _SAME_VALUE:
-                name = self._name_of_choice(keyword, value, path)
-                written[name] = [
-                    self._schema(one, f"{where}[{index}]", closes=inner_closes, depth=depth + 1)
+                written["$ref"] = self._reference(value, where, same)
+            elif keyword in (*_SAME_VALUE, "prefixItems"):
+                inner = within if keyword == "prefixItems" else same
+                if keyword == "oneOf":
+                    keyword, inner = options, inner if options == "anyOf" else _Mode.EXACT
+                    if keyword in schema:  # beside an `anyOf` of its own
+                        keyword, inner = "oneOf", _Mode.EXACT
+                written[keyword] = [
+                    self._schema(one, f"{where}[{index}]", inner, depth + 1)
                     for index, one in enumerate(value)
                 ]
             elif keyword in ("properties", "patternProperties"):
                 written[keyword] = {
-                    name: self._schema(
-                        one, at(path, keyword, name), closes=self._closes_objects, depth=depth + 1
-                    )
+                    name: self._schema(one, at(path, keyword, name), within, depth + 1)
                     for name, one in value.items()
                 }
-            elif keyword == "prefixItems":
-                written[keyword] = [
-                    self._schema(
-                        one, f"{where}[{index}]", closes=self._closes_objects, depth=depth + 1
-                    )
-                    for index, one in enumerate(value)
-                ]
             elif keyword in ("items", "additionalProperties"):
-                written[keyword] = self._schema(
-                    value, where, closes=self._closes_objects, depth=depth + 1
-                )
+                written[keyword] = self._schema(value, where, within, depth + 1)
             elif keyword in _KEPT:
                 written[keyword] = value
         self._check_object(written, path)
-        if self._closes_objects and not applicators:
+        if mode is not _Mode.EXACT and not applicators:
             _give_type(written)
         return written
 
@@ -293,15 +299,12 @@ class _Writer:
             yield one
             inner = [item for word in reversed(_SAME_VALUE) for item in one.get(word, ())]
             if "$ref" in one:
-                check_shape({"$ref": one["$ref"]}, path)
                 inner.append(self._target(one["$ref"], f"{path}.$ref"))
             left += [(item, above | {id(one)}) for item in reversed(inner)]
 
-    def _name_of_choice(self, keyword: str, options: list[Any], path: str) -> str:
-        """`anyOf` for a `oneOf` of which a value can fit one only, as far as is easily seen."""
-        if keyword != "oneOf":
-            return keyword
-        facts = [self._facts(one, path) for one in options]
+    def _options_word(self, options: list[Any] | None, path: str) -> str:
+        """`anyOf` where a value can fit one of a `oneOf` only, as far as is easily seen."""
+        facts = [self._facts(one, path) for one in options or ()]
         for index, (types, values) in enumerate(facts):
             for other_types, other_values in facts[:index]:
                 self._allowance.step(path)
@@ -310,7 +313,7 @@ class _Writer:
                     values[name].isdisjoint(other_values[name])
                     for name in values.keys() & other_values.keys()
                 ):
-                    return keyword
+                    return "oneOf"
         return "anyOf"
 
     def _facts(self, schema: Any, path: str) -> tuple[list[str], dict[str, frozenset[str]]]:
@@ -334,8 +337,8 @@ class _Writer:
 
     # -- references --------------------------------------------------------------------------------
 
-    def _reference(self, reference: str, path: str, *, closes: bool) -> str:
-        key = reference, closes
+    def _reference(self, reference: str, path: str, mode: _Mode) -> str:
+        key = reference, mode
         if key not in self._names:
             self._target(reference, path)
             if len(self._names) >= MAX_DEFINITIONS:
@@ -360,15 +363,25 @@ class _Writer:
                 return self._anchors[reference[1:]]
             raise SchemaError(path, f"points to nothing: {reference[:80]!r}")
         try:
-            return pointed_at(self._root, reference)
+            target = pointed_at(self._root, reference)
         except LookupError:
             raise SchemaError(path, f"points to nothing: {reference[:80]!r}") from None
+        self._shapes.check(target, _place_of(reference))
+        return target
+
+
+def _place_of(reference: str) -> str:
+    return reference.removeprefix("#").replace("/", ".")[:200]
 
 
 def _closed(schema: Schema, parts: list[Schema]) -> Schema:
     """The schema without properties that no part of it names, unless one speaks of others."""
     named: Schema = {}
     patterns: Schema = {}
+    words = [*schema]
+    first = min((words.index(word) for word in (*_SAME_VALUE, "$ref") if word in words), default=0)
+    if "properties" in words[first:]:  # properties come in the order in which they are read
+        parts = [*parts[1:], parts[0]]
     for one in parts:
         if "additionalProperties" in one or "unevaluatedProperties" in one:
             return schema

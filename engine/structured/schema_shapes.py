@@ -34,13 +34,41 @@ def at(path: str, keyword: str, name: str) -> str:
     return f"{path}.{keyword}.{name}" if is_word else f"{path}.{keyword}[{name[:_MAX_NAME]!r}]"
 
 
-def check_shape(schema: Schema, path: str) -> None:
-    """Check the values of a schema's own keywords; schemas within it are told by being one.
+class Shapes:
+    """Checks schemas, all of which must live on while it is used; each of them once."""
 
-    Raises:
-        SchemaError: one that is wrong.
-    """
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def check(self, schema: object, path: str) -> None:
+        """Check a schema and those within it; not what its references point to.
+
+        Raises:
+            SchemaError: one that is wrong.
+        """
+        left = [(schema, path)]
+        while left:
+            one, place = left.pop()
+            if isinstance(one, bool) or id(one) in self._seen:
+                continue
+            if not isinstance(one, dict):
+                raise SchemaError(place, "must be a schema: an object, true or false")
+            self._seen.add(id(one))
+            _check_values(one, place)
+            for keyword, value in one.items():
+                where = f"{place}.{keyword}"
+                if keyword in _SCHEMA and not isinstance(value, list):
+                    left.append((value, where))
+                elif keyword in _SCHEMA or keyword in _SCHEMAS:
+                    left += [(item, f"{where}[{index}]") for index, item in enumerate(value)]
+                elif keyword in _NAMED:
+                    left += [(item, at(place, keyword, name)) for name, item in value.items()]
+
+
+def _check_values(schema: Schema, path: str) -> None:
     for keyword, value in schema.items():
+        if not isinstance(keyword, str):
+            raise SchemaError(path, f"keys must be strings, got {str(keyword)[:_MAX_NAME]}")
         if keyword in _ALLOWED:
             is_right, allowed = _ALLOWED[keyword]
             if not is_right(value):
@@ -74,23 +102,27 @@ def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _is_schema(value: object) -> bool:
-    return isinstance(value, dict | bool)
-
-
-def _are_schemas(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+def _is_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value)
 
 
 def _are_named(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and _is_schema(one) for name, one in value.items()
-    )
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
 def _rule(check: Callable[[Any], bool], allowed: str, *keywords: str) -> dict[str, Any]:
     return dict.fromkeys(keywords, (check, allowed))
 
+
+_SCHEMA: Final = frozenset(
+    (
+        *("additionalProperties", "unevaluatedProperties", "propertyNames", "items"),
+        *("unevaluatedItems", "contains", "additionalItems"),
+    )
+)
+"""Keywords whose value is a schema; of `items`, in older drafts, a list of them."""
+_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions")
 
 _ALLOWED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     **_rule(
@@ -105,26 +137,10 @@ _ALLOWED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     **_rule(_are_names, "a list of property names", "required"),
     **_rule(lambda value: isinstance(value, bool), "true or false", "uniqueItems"),
     **_rule(lambda value: isinstance(value, str), "a string", "pattern", "format", "$ref"),
-    **_rule(
-        *(lambda value: isinstance(value, list) and bool(value), "a list of values"),
-        "enum",
-    ),
-    **_rule(_are_schemas, "a list of schemas that is not empty", "anyOf", "oneOf", "allOf"),
-    **_rule(
-        *(lambda value: value == [] or _are_schemas(value), "a list of schemas", "prefixItems")
-    ),
-    **_rule(
-        *(lambda value: _is_schema(value) or _are_schemas(value), "a schema", "items"),
-    ),
-    **_rule(
-        *(_is_schema, "a schema: an object, true or false", "additionalProperties"),
-        *("unevaluatedProperties", "propertyNames", "unevaluatedItems", "contains"),
-        "additionalItems",
-    ),
-    **_rule(
-        *(_are_named, "an object of schemas by name", "properties", "patternProperties"),
-        *("$defs", "definitions"),
-    ),
+    **_rule(_is_list, "a list of values that is not empty", "enum"),
+    **_rule(_is_list, "a list of schemas that is not empty", "anyOf", "oneOf", "allOf"),
+    **_rule(lambda value: isinstance(value, list), "a list of schemas", "prefixItems"),
+    **_rule(_are_named, "an object of schemas by name", *_NAMED),
 }
 """Of keywords: what their value may be, and how to say so."""
 _RANGES: Final = (

@@ -83,6 +83,8 @@ def _prepared(value: Any, path: str, prepare: Callable[[Format], Format]) -> Any
         return [_prepared(one, f"{path}[{index}]", prepare) for index, one in enumerate(value)]
     if not isinstance(value, dict):
         return value
+    if value.get("type") == _OWN_FORMAT:
+        raise SchemaError(f"{path}.type", _unknown(_OWN_FORMAT))
     found: Format = {}
     for key, item in value.items():
         where = f"{path}.{str(key)[:80]}"
@@ -114,11 +116,9 @@ class _Writer:
     def part(self, form: Any, path: str, ends: list[str]) -> _Part:
         """A format with one of the ends behind it; with ends it is never regular."""
         kind = form.get("type") if isinstance(form, dict) else None
-        write = getattr(self, f"_{kind}", None) if kind in _FORMATS else None
-        if write is None:
-            raise SchemaError(
-                f"{path}.type", f"must be one of {', '.join(_FORMATS)}, got {str(kind)[:80]!r}"
-            )
+        if kind not in _FORMATS and kind != _OWN_FORMAT:
+            raise SchemaError(f"{path}.type", _unknown(kind))
+        write: Callable[[Format, str, list[str]], _Part] = getattr(self, f"_{kind}")
         return write(form, path, ends)
 
     def _ended(self, part: _Part, ends: list[str]) -> _Part:
@@ -250,8 +250,13 @@ class _Writer:
 
 _FORMATS: Final = (
     *("const_string", "json_schema", "regex", "grammar", "any_text", "sequence", "or"),
-    *("optional", "tag", "triggered_tags", "tags_with_separator", "text"),
+    *("optional", "tag", "triggered_tags", "tags_with_separator"),
 )
+_OWN_FORMAT: Final = "text"
+
+
+def _unknown(kind: object) -> str:
+    return f"must be one of {', '.join(_FORMATS)}, got {str(kind)[:80]!r}"
 
 
 def _is_text(form: Any) -> bool:

@@ -1,5 +1,6 @@
 """Structured outputs between scheduler and executor: who waits, and which mask meets which step."""
 
+import ctypes
 import dataclasses
 import math
 import random
@@ -63,7 +64,7 @@ class OneWay:
         self.position = 0
         self.ended = False
 
-    def accept_token(self, token_id: int) -> bool:
+    def consume_token(self, token_id: int) -> bool:
         if self.position == len(self.token_ids):
             self.ended = token_id == EOS
             return self.ended
@@ -71,15 +72,23 @@ class OneWay:
         self.position += accepted
         return accepted
 
-    def fill_next_token_bitmask(self, mask: Any) -> bool:
-        rest = self.token_ids[self.position :]
-        mask[0] = bits_of(rest[:1] or [EOS], VOCAB_SIZE)
-        return True
+    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
+        mask = bits_of(self.token_ids[self.position :][:1] or [EOS], VOCAB_SIZE)
+        ctypes.memmove(address, mask.ctypes.data, num_bytes)
 
-    def is_completed(self) -> bool:
+    def compute_ff_bytes(self) -> bytes:
+        return b"x" * (len(self.token_ids) - self.position)
+
+    def is_error(self) -> bool:
+        return False
+
+    def deep_copy(self) -> "OneWay":
+        return OneWay(self.token_ids)
+
+    def is_accepting(self) -> bool:
         return self.position == len(self.token_ids)
 
-    def is_terminated(self) -> bool:
+    def is_stopped(self) -> bool:
         return self.ended
 
 
@@ -87,7 +96,7 @@ class SlowCompiler(ConstraintCompiler):
     """Answers each question when it has been asked for results a few times."""
 
     def __init__(self, delay: int) -> None:
-        super().__init__({}, timeout_s=1.0)
+        super().__init__(lambda: None, timeout_s=1.0)  # type: ignore[arg-type,return-value]
         self.delay = delay
         self.pending: dict[ConstraintKey, int] = {}
         self.num_waits = 0
@@ -111,7 +120,7 @@ class SlowCompiler(ConstraintCompiler):
         return [
             Compiled(key, GrammarOutcome.INVALID, error="it is bad")
             if key[1] == "bad"
-            else Compiled(key, GrammarOutcome.COMPILED, grammar=key[1])
+            else Compiled(key, GrammarOutcome.COMPILED, OneWay([int(n) for n in key[1].split()]))
             for key in ready
         ]
 
@@ -178,7 +187,6 @@ def structured_core(
         end_token_ids=[EOS],
         cache_bytes=0,
         obs=core.obs,
-        make_matcher=lambda text: OneWay([int(number) for number in text.split()]),
     )
     return core, compiler
 
