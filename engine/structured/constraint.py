@@ -4,6 +4,7 @@ Knows the library's compiler; knows no request and no process.
 """
 
 import json
+import re
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +32,10 @@ _NO_ONE_OF: Final = (
 )
 _QUOTES: Final = ("|", "^", *(f"{number} |" for number in range(10)))
 """What lines begin with that show where in the grammar something is."""
+
+
+_STATE: Final = re.compile("<state>|<non-verbose/>")
+"""What the library's account of itself begins with."""
 
 
 class ConstraintError(ValueError):
@@ -88,11 +93,11 @@ def compiled(tokenizer: Any, key: ConstraintKey, text: str) -> Any:
     if matcher.is_error():
         raise ConstraintError(message_of(matcher.get_error()))
     mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-    if matcher.is_error():
+    if matcher.is_error() and not matcher.get_error().startswith("NoExtension"):
         raise ConstraintError(message_of(matcher.get_error()))
     allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
     allowed = np.setdiff1d(allowed, tokenizer.eos_tokens)
-    if not len(allowed):
+    if matcher.is_error() or not len(allowed):
         raise ConstraintError("no text but the empty one matches it")
     # What recurs without an end looks as if it could begin.
     if not matcher.deep_copy().consume_token(int(allowed[0])):
@@ -109,8 +114,10 @@ def message_of(error: str) -> str:
     """The library's message on one line, without the grammar that it quotes."""
     if "oneOf constraints are not supported" in error:
         return _NO_ONE_OF
+    if error.startswith("NoExtension"):
+        return "nothing may follow: a part of it is unsatisfiable"
     if "limits." in error:
         return f"it is too large, or can be matched in too many ways ({error.split(';')[0][:200]})"
-    lines = (line.strip() for line in error.split("<state>")[0].splitlines())
+    lines = (line.strip() for line in _STATE.split(error, maxsplit=1)[0].splitlines())
     text = " ".join(line for line in lines if line and not line.startswith(_QUOTES))
     return text.removeprefix("Error: ")[:500] or "the grammar library gives no reason"

@@ -33,6 +33,7 @@ _UNSUPPORTED: Final = (
     *("$dynamicRef", "$recursiveRef"),
 )
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
+_APPLICATORS: Final = frozenset((*_SAME_VALUE, "$ref"))
 _KEPT: Final = frozenset(
     (*(word for words in KEYWORDS.values() for word in words), "type", "const", "enum", "format")
 ) - {"unevaluatedItems", "unevaluatedProperties", "propertyNames", "uniqueItems", "contains"}
@@ -126,7 +127,7 @@ class _Writer:
         schema = self._plain(schema, path)
         parts = self._check_parts(schema, path)
         options = self._options_word(schema.get("oneOf"), path)
-        applicators = [word for word in (*_SAME_VALUE, "$ref") if word in schema]
+        applicators = _APPLICATORS & schema.keys()
         beside = [word for word in schema if word in _KEPT and word not in ("type", "format")]
         is_wrapper = len(applicators) == 1 and not beside and options == "anyOf"
         is_wrapper = is_wrapper and not ("allOf" in schema and len(schema["allOf"]) > 1)
@@ -176,7 +177,7 @@ class _Writer:
         if schema.get("unevaluatedItems", True) is not True:
             raise SchemaError(path, "'unevaluatedItems' is not supported; say what 'items' are")
         rest = schema.get("unevaluatedProperties", True)
-        if rest is not True and any(word in schema for word in (*_SAME_VALUE, "$ref")):
+        if rest is not True and not _APPLICATORS.isdisjoint(schema):
             raise SchemaError(
                 path,
                 "'unevaluatedProperties' is not supported beside schemas for the same value; use "
@@ -270,7 +271,8 @@ class _Writer:
 
     def _check_parts(self, schema: Schema, path: str) -> list[Schema]:
         """All schemas that may speak of the same value; this one first."""
-        parts = list(self._parts(schema, path))
+        is_alone = _APPLICATORS.isdisjoint(schema)
+        parts = [schema] if is_alone else list(self._parts(schema, path))
         product = 1
         for one in parts:
             exact = Decimal(str(one.get("multipleOf", 1))).normalize()

@@ -31,7 +31,8 @@ class _Tokens:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None) -> None:
-        self.tokens = vocabulary.pieces
+        missing = vocabulary.size - len(vocabulary.pieces)
+        self.tokens = vocabulary.pieces + [b""] * missing
         self.eos_token_id = vocabulary.end_token_ids[0]
         self._encode = encode
         self._ids = {piece: id_ for id_, piece in enumerate(vocabulary.pieces) if piece}
