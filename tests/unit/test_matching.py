@@ -148,7 +148,7 @@ def test_forced_tokens_spell_the_only_text_that_may_come(tokenizer: Any) -> None
 
 
 def test_a_text_is_forced_as_the_tokenizer_writes_it_if_that_adds_up_to_it() -> None:
-        for encode, first in (
+    for encode, first in (
         (lambda text: list(text.encode()), ord("{")),
         (lambda text: [PIECES.index(b" "), *text.encode()], PIECES.index(b'{"')),
     ):
