@@ -58,7 +58,7 @@ def grammar_text(key: ConstraintKey) -> str:
     if kind in ("json", "json_object"):
         schema = json.loads(text) if kind == "json" else {"type": "object"}
         options = {"x-guidance": json_options(is_compact=is_compact)}
-        return json.dumps({"grammars": [{"json_schema": options | schema}]}, ensure_ascii=False)
+        return json.dumps({"grammars": [{"json_schema": schema | options}]}, ensure_ascii=False)
     if kind == "grammar":
         return json.dumps({"grammars": [{"lark_grammar": grammar_of_text(text)}]})
     if kind == "structural_tag":

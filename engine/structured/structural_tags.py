@@ -22,7 +22,10 @@ _TEXT_FORMATS: Final = ("const_string", "any_text", "regex", "text")
 
 
 def json_options(*, is_compact: bool = False, max_whitespace: int = MAX_WHITESPACE) -> Format:
-    """The library's options for JSON (`x-guidance`); compact: as `json.dumps` has it."""
+    """The library's options for JSON (`x-guidance`); compact: as `json.dumps` has it.
+
+    They come last in a schema: before other keywords, they change how the library merges them.
+    """
     if is_compact:
         spaces: Format = {
             "whitespace_flexible": False,
@@ -153,7 +156,7 @@ class _Writer:
         if not isinstance(most, int) or not 1 <= most <= MAX_WHITESPACE:
             raise SchemaError(f"{path}.max_whitespace_cnt", f"must be from 1 to {MAX_WHITESPACE}")
         options = json_options(is_compact=form.get("is_compact") is True, max_whitespace=most)
-        name = self.rules.schema({"x-guidance": options} | schema)
+        name = self.rules.schema(schema | {"x-guidance": options})
         return self._ended(_Part(name, False), ends)
 
     def _grammar(self, form: Format, path: str, ends: list[str]) -> _Part:

@@ -355,3 +355,21 @@ def test_counts_are_made_anew_only_when_one_has_changed() -> None:
     assert manager.totals is settled
     manager.begin(request(1, "a"))
     assert manager.totals.num_hits == 1
+
+
+def test_forced_tokens_are_counted_where_a_step_samples_them() -> None:
+    manager, _ = make_manager()
+    free, forced = request(0, "ab"), request(1, "cd")
+    for one, script in ((free, [{5, 6}, {7}]), (forced, [{5}, {6, 7}])):
+        manager.begin(one)
+        one.grammar, _ = make_grammar(script)
+    manager.grammar_output([free, forced, None])
+    assert manager.totals.num_forced == 1
+    for one in (free, forced):
+        assert one.grammar.accept([5]) is None
+    manager.grammar_output([free, forced])
+    assert manager.totals.num_forced == 2
+    metrics = Metrics()
+    metrics.structured_outputs.observe_totals(manager.totals)
+    name = "isinglass_structured_output_forced_tokens_total"
+    assert [one.value for one in metrics.snapshot() if one.name == name] == [2]
