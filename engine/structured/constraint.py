@@ -23,9 +23,9 @@ _SCHEMA_ROW_ITEMS: Final = 20_000
 """Many, for objects of hundreds of optional properties; schemas are not ambiguous."""
 _UNBOUNDED: Final = tuple(f'"{word}"' for word in ("pattern", "patternProperties", "grammar"))
 """Keys of what an expression, or a grammar, may be behind."""
-_BYTES_PER_BYTE: Final = 60
-"""Of a compiled grammar, for each of its text: measured, with the states of its lexer."""
-_BASE_BYTES: Final = 64 << 10
+_BYTES_PER_BYTE: Final = 100
+_BASE_BYTES: Final = 256 << 10
+"""Of a compiled grammar, and for each byte of its text: measured, after some use of it."""
 _NO_ONE_OF: Final = (
     "'oneOf' is supported where no value can fit two of its schemas: say 'anyOf', or require of "
     "each a property with a 'const' of its own"

@@ -12,6 +12,18 @@ _GBNF_SIGN: Final = "::="
 _NO_RULE: Final = re.compile(r'#|//|"')
 """What a comment, or a literal, begins with."""
 
+_PARTS: Final = re.compile(
+    r"(?P<around>\(\?<?[=!])|(?P<edge>\\[bB])|(?P<back>\\[1-9k])"
+    r"|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.",
+    re.DOTALL,
+)
+"""The parts of an expression, of which classes are one each."""
+_FLAWS: Final = {
+    "around": "lookaheads and lookbehinds",
+    "edge": "word boundaries",
+    "back": "backreferences",
+}
+
 
 class LarkError(ValueError):
     """A grammar's text that cannot be brought into Lark."""
@@ -27,6 +39,18 @@ def expression(pattern: str) -> str:
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(pattern, use_ascii='dw')}/"
+
+
+def flaw_of(pattern: str) -> str:
+    """What the library has not got that an expression asks for; empty if nothing is seen.
+
+    What else is wrong with an expression is found where it is compiled.
+    """
+    for found in _PARTS.finditer(pattern):
+        for name, flaw in _FLAWS.items():
+            if found[name]:
+                return f"{flaw} are not supported ({found[0]!r} at character {found.start() + 1})"
+    return ""
 
 
 def text_without(excludes: list[str]) -> str:

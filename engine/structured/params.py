@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from engine.errors import SamplingParamsError
+from engine.structured.lark import flaw_of
 from engine.structured.prepass import Allowance, prepared
 from engine.structured.schema_shapes import SchemaError
 from engine.structured.structural_tags import prepared_tag
@@ -92,6 +93,8 @@ class StructuredOutputsParams(
                 force_setattr(self, name, _checked_object(name, value, remedy))
         if self.regex is not None:
             _check_text("regex", self.regex, "a regular expression that is not empty")
+            if flaw := flaw_of(self.regex):
+                raise _error("regex", f": {flaw}.")
             if len(self.regex) > MAX_REGEX_LENGTH:
                 raise _error(
                     "regex",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Final
 
+from engine.structured.lark import flaw_of
 from engine.structured.schema_shapes import SchemaError, Shapes, at
 from engine.structured.schema_terms import KEYWORDS, Schema, common_types, pointed_at
 
@@ -195,6 +196,8 @@ class _Writer:
                     path,
                     f"a pattern may have {MAX_PATTERN_LENGTH} characters, got {len(pattern)}",
                 )
+            if flaw := flaw_of(pattern):
+                raise SchemaError(f"{path}.pattern" if "pattern" in schema else path, flaw)
 
     def _plain(self, schema: Schema, path: str) -> Schema:
         """The same in keywords that the library has."""
@@ -288,21 +291,26 @@ class _Writer:
         return parts
 
     def _parts(self, schema: Schema, path: str) -> Iterator[Schema]:
-        left: list[tuple[Any, frozenset[int]]] = [(schema, frozenset())]
+        left: list[tuple[Any, str, frozenset[int]]] = [(schema, path, frozenset())]
         while left:
-            one, above = left.pop()
+            one, place, above = left.pop()
             if not isinstance(one, dict):
                 continue
-            self._allowance.step(path)
+            self._allowance.step(place)
             if id(one) in above:
                 raise SchemaError(path, "the schema refers to itself without anything between")
             if len(above) > MAX_DEPTH:
                 raise SchemaError(path, f"more than {MAX_DEPTH} references lead to each other")
             yield one
-            inner = [item for word in reversed(_SAME_VALUE) for item in one.get(word, ())]
+            inner = [
+                (item, f"{place}.{word}[{index}]")
+                for word in _SAME_VALUE
+                for index, item in enumerate(one.get(word, ()))
+            ]
             if "$ref" in one:
-                inner.append(self._target(one["$ref"], f"{path}.$ref"))
-            left += [(item, above | {id(one)}) for item in reversed(inner)]
+                where = f"{place}.$ref"
+                inner.insert(0, (self._target(one["$ref"], where), where))
+            left += [(item, where, above | {id(one)}) for item, where in reversed(inner)]
 
     def _options_word(self, options: list[Any] | None, path: str) -> str:
         """`anyOf` where a value can fit one of a `oneOf` only, as far as is easily seen."""

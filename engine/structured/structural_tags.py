@@ -8,7 +8,7 @@ and a trigger opens a tag wherever it is found. Besides them `text` is ours: wha
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from engine.structured.lark import Rules, expression, quoted, text_without
+from engine.structured.lark import Rules, expression, flaw_of, quoted, text_without
 from engine.structured.schema_shapes import SchemaError
 
 Format = dict[str, Any]
@@ -139,7 +139,10 @@ class _Writer:
         return self._ended(_Part(text_without(_strings(form, "excludes", path)), True), ends)
 
     def _regex(self, form: Format, path: str, ends: list[str]) -> _Part:
-        return self._ended(_Part(expression(_string(form, "pattern", path)), True), ends)
+        pattern = _string(form, "pattern", path)
+        if flaw := flaw_of(pattern):
+            raise SchemaError(f"{path}.pattern", flaw)
+        return self._ended(_Part(expression(pattern), True), ends)
 
     def _text(self, form: Format, path: str, ends: list[str]) -> _Part:
         given = (*form.get("patterns", ()), *form.get("matches", ()))

@@ -116,11 +116,11 @@ def test_each_kind_compiles_to_what_it_says(compiler: ConstraintCompiler) -> Non
 def test_what_cannot_be_right_is_refused_with_its_reason(compiler: ConstraintCompiler) -> None:
     cases = [
         (key_of(regex="[a-z"), "unclosed character class"),
-        (key_of(regex=r"(a)\1"), "backreferences are not supported"),
+        (key_of(regex="(a"), "unclosed group"),
         (key_of(regex="a$b"), "lookarounds not supported"),
         (key_of(regex="^$"), "no text but the empty one"),
         (key_of(json={"allOf": [{"type": "string"}, {"type": "integer"}]}), "nsatisfiable"),
-        (key_of(json={"type": "string", "pattern": "(?=a)"}), "look-ahead"),
+        (key_of(json={"type": "string", "pattern": "a^b"}), "lookarounds"),
         (key_of(grammar="root ::= missing"), "missing"),
         (key_of(grammar='other ::= "a"'), "root"),
         (key_of(grammar="start: missing"), "missing"),

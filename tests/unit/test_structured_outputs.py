@@ -126,6 +126,10 @@ def test_what_is_accepted_and_how_it_travels(
             "structural_tag.format.json_schema: 'not' is not supported",
         ),
         ({"regex": "é" * (MAX_BYTES // 2 + 1)}, f"at most {MAX_BYTES} bytes long"),
+        (
+            {"regex": "a(?<=a)b"},
+            r"regex: lookaheads and lookbehinds are not .*'\(\?<=' at character 2",
+        ),
         ({"grammar": ""}, "grammar must be a grammar that is not empty"),
         ({"grammar": "nonsense"}, "grammar must be Lark with a rule called start"),
         ({"choice": []}, "choice must be a list of 1 to"),
@@ -148,7 +152,7 @@ def test_what_is_accepted_and_how_it_travels(
         ),
         ({"json": {}, "_backend": "guidance"}, "structured_outputs._backend is not supported"),
     ],
-    ids=range(44),
+    ids=range(45),
 )
 def test_what_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingParamsError, match=message):
