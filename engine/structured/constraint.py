@@ -21,7 +21,7 @@ _GRAMMAR_ROW_ITEMS: Final = 2_000
 _SCHEMA_ITEMS: Final = 200_000
 _SCHEMA_ROW_ITEMS: Final = 20_000
 """Many, for objects of hundreds of optional properties; schemas are not ambiguous."""
-_UNBOUNDED: Final = tuple(f'"{word}"' for word in ("pattern", "patternProperties", "grammar"))
+_UNBOUNDED: Final = ('"pattern"', '"patterns"', '"patternProperties"', '"grammar"')
 """Keys of what an expression, or a grammar, may be behind."""
 _BYTES_PER_BYTE: Final = 100
 _BASE_BYTES: Final = 256 << 10

@@ -130,7 +130,7 @@ class _Writer:
         end = " | ".join(map(quoted, ends))
         if part.is_regular:  # one lexeme, which is over where an end is found
             return _Part(self.rules.rule(f"({part.text}) ({end})", "[lazy]"), False)
-        return _Part(f"{part.text} ({end})" if any(ends) else part.text, False)
+        return _Part(f"{part.text} ({end})", False)
 
     def _const_string(self, form: Format, path: str, ends: list[str]) -> _Part:
         return self._ended(_Part(quoted(_string(form, "value", path)), True), ends)
@@ -203,9 +203,9 @@ class _Writer:
         """A tag's content and its end, and one of the ends behind that."""
         end = form.get("end", "")
         own = end if isinstance(end, list) else [end]
-        if not own or not all(isinstance(one, str) for one in own):
-            raise SchemaError(f"{path}.end", "must be a string, or a list of some")
-        if not any(own):
+        if not own or not all(isinstance(one, str) and (one or len(own) == 1) for one in own):
+            raise SchemaError(f"{path}.end", "must be a string, or a list of some, none empty")
+        if own == [""]:
             return self.body(self.part(form.get("content"), f"{path}.content", ends))
         part = self.part(form.get("content"), f"{path}.content", own)
         return self._ended(part, ends).text
