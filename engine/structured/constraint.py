@@ -34,6 +34,7 @@ _QUOTES: Final = ("|", "^", *(f"{number} |" for number in range(10)))
 """What lines begin with that show where in the grammar something is."""
 
 
+_EXPRESSION_ERROR: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
 _STATE: Final = re.compile("<state>|<non-verbose/>")
 """What the library's account of itself begins with."""
 
@@ -116,8 +117,12 @@ def message_of(error: str) -> str:
         return _NO_ONE_OF
     if error.startswith("NoExtension"):
         return "nothing may follow: a part of it is unsatisfiable"
-    if "limits." in error:
-        return f"it is too large, or can be matched in too many ways ({error.split(';')[0][:200]})"
-    lines = (line.strip() for line in _STATE.split(error, maxsplit=1)[0].splitlines())
+    if found := _EXPRESSION_ERROR.search(error):
+        return f"an expression in it is invalid: {found[1]}"
+    error = _STATE.split(error, maxsplit=1)[0]
+    if any(word in error for word in ("limits.", "lexer error", "Too many items")):
+        reason = error.split(";")[0].strip()
+        return f"it is too large, or can be matched in too many ways ({reason[:200]})"
+    lines = map(str.strip, error.splitlines())
     text = " ".join(line for line in lines if line and not line.startswith(_QUOTES))
     return text.removeprefix("Error: ")[:500] or "the grammar library gives no reason"
