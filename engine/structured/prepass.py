@@ -124,8 +124,8 @@ class _Writer:
             return schema
         if depth > MAX_DEPTH:
             raise SchemaError(path, f"must not be nested deeper than {MAX_DEPTH} levels")
-        self._check_supported(schema, path)
         schema = self._plain(schema, path)
+        self._check_supported(schema, path)
         parts = self._check_parts(schema, path)
         options = self._options_word(schema.get("oneOf"), path)
         applicators = _APPLICATORS & schema.keys()

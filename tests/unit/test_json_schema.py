@@ -341,8 +341,9 @@ def optional(num: int) -> dict[str, Any]:
         ({"items": {"pattern": "^(?=a)b"}}, ".items.pattern", "lookaheads and lookbehinds are not"),
         ({"pattern": "(a)\\1"}, ".pattern", "backreferences are not supported ('\\\\1' at char"),
         ({"patternProperties": {"\\ba": {}}}, "", "word boundaries are not supported"),
+        ({"propertyNames": {"pattern": "a" * 4097}}, "", "4096 characters, got 4097"),
     ],
-    ids=range(24),
+    ids=range(25),
 )
 def test_what_cannot_be_enforced_is_refused_with_its_place(
     schema: dict[str, Any], path: str, message: str
