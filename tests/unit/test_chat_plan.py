@@ -361,6 +361,8 @@ def test_strict_tools_hold_calls_amid_free_text_to_their_schemas() -> None:
     assert accepts(plan, "No.")
     assert accepts(plan, f"Hm < x <tool >.\n{call}\n{odd} Done.")
     assert accepts(plan, f"<think>a</think>\n\n{call}")
+    assert accepts(plan, f"<think>no <tool_call> yet</think>\n\n{call}"), "thoughts are free"
+    assert not accepts(plan, f"<think>a</think>\n\n<tool_call>{call}")
     for wrong in (("Paris", 'Paris", "x": "y'), ("city", "town"), ("weather", "other")):
         assert not accepts(plan, call.replace(*wrong))
     assert not accepts(plan, "<tool_call>no")
