@@ -192,7 +192,7 @@ class ConstraintCompiler:
     def _try(self, trial: Trial, key: ConstraintKey) -> None:
         began_ns = time.monotonic_ns()
         try:
-            result = trial.run(key, lambda: key in self._wanted)
+            result = trial.run(key, lambda: key in self._wanted and not self._is_closing)
         except OSError as failure:
             self._finish(
                 Compiled(key, GrammarOutcome.UNAVAILABLE, error=f"{_UNAVAILABLE}: {failure}")
@@ -201,7 +201,7 @@ class ConstraintCompiler:
         duration_ns = time.monotonic_ns() - began_ns
         if result.outcome is GrammarOutcome.COMPILED:
             self._to_compile.put((key, result.text, duration_ns))
-        elif key in self._wanted and not self._is_closing:
+        elif result.outcome is not GrammarOutcome.WITHDRAWN:  # who wants it again has asked again
             self._finish(Compiled(key, result.outcome, error=result.error, duration_ns=duration_ns))
 
     def _finish(self, result: Compiled) -> None:
