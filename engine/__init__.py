@@ -60,7 +60,7 @@ _HOME = {
     "EngineConfig": "engine.config",
     "SamplingParams": "engine.types.sampling",
     "RequestOutputKind": "engine.types.sampling",
-    "StructuredOutputsParams": "engine.types.structured_outputs",
+    "StructuredOutputsParams": "engine.structured.forms.params",
     "RequestOutput": "engine.types.outputs",
     "CompletionOutput": "engine.types.outputs",
     "Logprob": "engine.types.logprobs",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from engine.config import EngineConfig
 from engine.core.block_map import block_map
-from engine.core.request import Request
+from engine.core.request import Request, RequestStatus
 from engine.core.startup import StartupTimes, bring_up
 from engine.errors import ConfigError
 from engine.executor.base import Executor
@@ -194,7 +194,8 @@ class EngineCore:
 
     def add_request(self, request: Request) -> None:
         """Queue a request."""
-        self.structured_outputs.begin(request)
+        if not self.structured_outputs.begin(request):
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self.scheduler.add_request(request)
         self.obs.request_arrived(
             request.num,

@@ -6,7 +6,7 @@ Few facts are stored, the rest is derived. A request knows no block and no queue
 import enum
 
 from engine.core.block_hash import BlockHasher
-from engine.core.grammar import Grammar
+from engine.structured.matching import Grammar
 from engine.types.messages import CoreTimes, EngineCoreRequest, FinishReason
 
 

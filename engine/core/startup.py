@@ -13,11 +13,12 @@ from engine.core.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.kv_cache_sizing import KVCacheSize, size_kv_cache
 from engine.core.plugins import load_plugins
+from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerLimits
-from engine.core.structured_output import StructuredOutputManager
 from engine.executor.base import Executor
 from engine.log import get_logger
 from engine.resolve import Limits, resolve_limits
+from engine.structured.manager import StructuredOutputManager
 from instrumentation import Event, Instrument, StartupPhase
 
 logger = get_logger(__name__)
@@ -63,7 +64,7 @@ class CoreParts(NamedTuple):
     scheduler: Scheduler
     block_hasher: BlockHasher | None
     """None without prefix caching."""
-    structured_outputs: StructuredOutputManager
+    structured_outputs: StructuredOutputManager[Request]
 
 
 def bring_up(

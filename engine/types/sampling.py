@@ -14,6 +14,7 @@ from msgspec.structs import force_setattr
 
 from engine.errors import SamplingParamsError
 from engine.log import get_logger
+from engine.structured.forms.params import StructuredOutputsParams
 from engine.types.sampling_checks import (
     NamedArguments,
     check_extra_args,
@@ -29,7 +30,6 @@ from engine.types.sampling_checks import (
     short,
 )
 from engine.types.sampling_ranges import FLAGS, INTEGER_RANGES, OPTIONAL_INTEGERS, REAL_RANGES
-from engine.types.structured_outputs import StructuredOutputsParams
 
 logger = get_logger(__name__)
 

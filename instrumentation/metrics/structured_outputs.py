@@ -53,6 +53,14 @@ STRUCTURED_OUTPUT_ROWS = declare(
     help="Rows of steps that were sampled under the mask of a grammar",
 )
 
+STRUCTURED_OUTPUT_FORCED_TOKENS = declare(
+    "structured_output_forced_tokens_total",
+    _COUNTER,
+    unit=Unit.TOKENS,
+    help="Tokens that were sampled where the grammar had left one text only, at least its first "
+    "byte: what need not be sampled",
+)
+
 
 class StructuredOutputMetrics:
     """Counts structured outputs as of the last step, or the last failure behind it."""
@@ -64,6 +72,7 @@ class StructuredOutputMetrics:
         self._grammars = families.gauge(STRUCTURED_OUTPUT_GRAMMARS)
         self._bytes = families.gauge(STRUCTURED_OUTPUT_CACHE_BYTES)
         self._rows = families.counter(STRUCTURED_OUTPUT_ROWS)
+        self._forced = families.counter(STRUCTURED_OUTPUT_FORCED_TOKENS)
         self._totals: GrammarTotals | None = None
 
     def observe_step(self, record: StepRecord) -> None:
@@ -92,5 +101,6 @@ class StructuredOutputMetrics:
         for outcome, num_constraints in zip(GrammarOutcome, totals.outcomes, strict=True):
             self._compiles.raise_to(num_constraints, outcome.label)
         self._seconds.raise_to(totals.compile_ns)
+        self._forced.raise_to(totals.num_forced)
         self._grammars.set(totals.num_cached)
         self._bytes.set(totals.num_bytes_cached)

@@ -51,6 +51,8 @@ class GrammarTotals(NamedTuple):
     num_cached: int
     """Grammars kept now."""
     num_bytes_cached: int
+    num_forced: int = 0
+    """Tokens that were sampled where their text, or its beginning, was known before."""
 
 
 class StepRecord(msgspec.Struct, array_like=True, tag=1, gc=False, kw_only=True):

@@ -77,7 +77,7 @@ def test_grammars_are_got_ready_for_before_anybody_asks_for_one(
     thinking_server: ServerProcess,
 ) -> None:
     session_id = thinking_server.process.pid
-    wait_until(lambda: any(b"grammar_process" in line for line in command_lines(session_id)))
+    wait_until(lambda: any(b"trial_child" in line for line in command_lines(session_id)))
 
 
 def ask(client: OpenAI, **options: Any) -> list[dict[str, Any]]:

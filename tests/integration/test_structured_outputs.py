@@ -175,7 +175,7 @@ def test_company_and_scheduling_change_no_token(llm: LLM, small: LLM) -> None:
 
 def test_a_bad_constraint_ends_only_its_own_request(llm: LLM) -> None:
     bad = [
-        {"structural_tag": {"type": "structural_tag", "format": {"type": "nonsense"}}},
+        {"structural_tag": {"format": {"type": "regex", "pattern": "(a"}}},
         {"grammar": "root ::= missing"},
         {"grammar": 'root ::= ""'},
     ]

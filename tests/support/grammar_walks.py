@@ -3,25 +3,42 @@
 import random
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
-import xgrammar
 
-from engine.types.grammar_messages import compile_constraint
-from engine.types.structured_outputs import StructuredOutputsParams
+from engine.structured.constraint import ConstraintKey, compiled, grammar_text
+from engine.structured.forms.params import StructuredOutputsParams
+from engine.structured.vocabulary import Vocabulary, tokenizer_of
 
 _END = 256
 _CLOSING = frozenset(b'"}],;0>)')
 
 
 @cache
-def byte_compiler() -> xgrammar.GrammarCompiler:
+def byte_tokenizer() -> Any:
     """Over a vocabulary of single bytes and an end."""
     pieces = [bytes([value]) for value in range(256)] + [b""]
-    info = xgrammar.TokenizerInfo(
-        pieces, xgrammar.VocabType.RAW, vocab_size=len(pieces), stop_token_ids=[_END]
-    )
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    return tokenizer_of(Vocabulary(pieces, len(pieces), [_END]))
+
+
+def byte_matcher(key: ConstraintKey) -> Any:
+    """A constraint's matcher over single bytes, at its beginning."""
+    return compiled(byte_tokenizer(), key, grammar_text(key))
+
+
+def lets_begin(matcher: Any, text: str | bytes) -> bool:
+    """Whether the matcher takes all of the text; it has then moved on."""
+    data = text.encode() if isinstance(text, str) else text
+    if matcher.validate_tokens(list(data)) < len(data):
+        return False
+    return bool(matcher.consume_tokens(list(data)))
+
+
+def lets_through(form: StructuredOutputsParams, text: str | bytes) -> bool:
+    """Whether the whole text meets the constraint."""
+    matcher = byte_matcher(form.key)
+    return lets_begin(matcher, text) and matcher.is_accepting()
 
 
 def finished_texts(
@@ -40,29 +57,27 @@ def finished_texts(
         hints: texts that a walk goes on with now and then, where it may.
         begin: what half of the walks begin with.
     """
-    kind, text, is_compact = form.key
-    grammar = compile_constraint(byte_compiler(), kind, text, disable_any_whitespace=is_compact)
+    start = byte_matcher(form.key)
     rng = random.Random(seed)
-    mask = np.zeros((1, 9), dtype=np.int32)
     for number in range(num_walks):
-        matcher, walked = xgrammar.GrammarMatcher(grammar), bytearray()
+        matcher, walked = start.deep_copy(), bytearray()
         if number % 2 == 0 and begin:
-            assert matcher.accept_string(begin)
+            assert lets_begin(matcher, begin)
             walked += begin
         while len(walked) < 4 * length:
             if hints and rng.random() < 0.3:
                 hint = rng.choice(hints)
-                if matcher.accept_string(hint):
+                if lets_begin(matcher, hint):
                     walked += hint
-            matcher.fill_next_token_bitmask(mask)
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: _END + 1]
+            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            bits = np.unpackbits(mask, bitorder="little")[: _END + 1]
             allowed = np.flatnonzero(bits).tolist()
-            assert allowed, walked
+            assert allowed, (walked, matcher.get_error())
             if allowed == [_END] or (_END in allowed and rng.random() < 0.3):
                 yield bytes(walked)
                 break
             matcher_step = _step(allowed, rng, is_long=len(walked) > length)
-            assert matcher.accept_token(matcher_step), walked
+            assert matcher.consume_token(matcher_step), walked
             walked.append(matcher_step)
 
 

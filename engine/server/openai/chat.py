@@ -28,8 +28,8 @@ from engine.server.openai.streaming import EventStream, WholeAnswer
 from engine.server.openai.submission import Origin, Submission, check_num_outputs
 from engine.server.openai.tools.plan import ChatPlan, OutputPlan, plan_chat
 from engine.server.state import server_of
+from engine.structured.forms.params import StructuredOutputsParams
 from engine.types.sampling import SamplingParams
-from engine.types.structured_outputs import StructuredOutputsParams
 
 router = APIRouter(route_class=BoundedRoute)
 

@@ -1,5 +1,6 @@
 """Structured outputs between scheduler and executor: who waits, and which mask meets which step."""
 
+import ctypes
 import dataclasses
 import math
 import random
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 
 from engine.core.engine_core import EngineCore
-from engine.core.grammar import bits_of
-from engine.core.grammar_compiler import Compiled, GrammarCompiler, GrammarKey
 from engine.core.request import Request, RequestStatus
 from engine.core.request_queue import RequestQueue, make_request_queue
-from engine.core.structured_output import StructuredOutputManager
 from engine.frontend.observer import EngineObserver
 from engine.frontend.output_processor import ProcessedOutputs
+from engine.structured.compiler import Compiled, ConstraintCompiler
+from engine.structured.constraint import ConstraintKey
+from engine.structured.manager import StructuredOutputManager
+from engine.structured.matching import bits_of
 from engine.types.messages import CoreTimes, EngineCoreOutputs, EngineCoreRequest, ErrorKind
 from engine.types.plan import GrammarOutput, ModelRunnerOutput
 from engine.types.sampling import SamplingParams
@@ -62,7 +64,7 @@ class OneWay:
         self.position = 0
         self.ended = False
 
-    def accept_token(self, token_id: int) -> bool:
+    def consume_token(self, token_id: int) -> bool:
         if self.position == len(self.token_ids):
             self.ended = token_id == EOS
             return self.ended
@@ -70,36 +72,44 @@ class OneWay:
         self.position += accepted
         return accepted
 
-    def fill_next_token_bitmask(self, mask: Any) -> bool:
-        rest = self.token_ids[self.position :]
-        mask[0] = bits_of(rest[:1] or [EOS], VOCAB_SIZE)
-        return True
+    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
+        mask = bits_of(self.token_ids[self.position :][:1] or [EOS], VOCAB_SIZE)
+        ctypes.memmove(address, mask.ctypes.data, num_bytes)
 
-    def is_completed(self) -> bool:
+    def compute_ff_bytes(self) -> bytes:
+        return b"x" * (len(self.token_ids) - self.position)
+
+    def is_error(self) -> bool:
+        return False
+
+    def deep_copy(self) -> "OneWay":
+        return OneWay(self.token_ids)
+
+    def is_accepting(self) -> bool:
         return self.position == len(self.token_ids)
 
-    def is_terminated(self) -> bool:
+    def is_stopped(self) -> bool:
         return self.ended
 
 
-class SlowCompiler(GrammarCompiler):
+class SlowCompiler(ConstraintCompiler):
     """Answers each question when it has been asked for results a few times."""
 
     def __init__(self, delay: int) -> None:
-        super().__init__({}, timeout_s=1.0)
+        super().__init__(lambda: None, timeout_s=1.0)  # type: ignore[arg-type,return-value]
         self.delay = delay
-        self.pending: dict[GrammarKey, int] = {}
+        self.pending: dict[ConstraintKey, int] = {}
         self.num_waits = 0
         self.is_warm = False
         self.shortest_wait_s = math.inf
 
-    def submit(self, key: GrammarKey) -> None:
+    def submit(self, key: ConstraintKey) -> None:
         self.pending[key] = self.delay
 
     def warm_up(self) -> None:
         self.is_warm = True
 
-    def withdraw(self, key: GrammarKey) -> None:
+    def withdraw(self, key: ConstraintKey) -> None:
         self.pending.pop(key, None)
 
     def take(self) -> list[Compiled]:
@@ -110,7 +120,7 @@ class SlowCompiler(GrammarCompiler):
         return [
             Compiled(key, GrammarOutcome.INVALID, error="it is bad")
             if key[1] == "bad"
-            else Compiled(key, GrammarOutcome.COMPILED, grammar=key[1])
+            else Compiled(key, GrammarOutcome.COMPILED, OneWay([int(n) for n in key[1].split()]))
             for key in ready
         ]
 
@@ -177,7 +187,6 @@ def structured_core(
         end_token_ids=[EOS],
         cache_bytes=0,
         obs=core.obs,
-        make_matcher=lambda text: OneWay([int(number) for number in text.split()]),
     )
     return core, compiler
 

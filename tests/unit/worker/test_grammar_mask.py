@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.grammar import bits_of, num_words
+from engine.structured.matching import bits_of, num_words
 from engine.types.plan import GrammarOutput
 from engine.worker import grammar_mask
 from engine.worker.grammar_mask import GrammarMask

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import RequestError
-from engine.types.json_schema import enforceable_schema
+from engine.structured.forms.prepass import Allowance, prepared
+from engine.structured.forms.schema_shapes import SchemaError
 from engine.types.sampling_checks import short
-from engine.types.schema_values import Budget, SchemaError
 
 MAX_TOOLS = 128
 """Most tools of one request."""
@@ -51,17 +51,17 @@ class Tool:
     place: str = "tools"
     """Where the request has its schema, such as `tools[0].function.parameters`."""
 
-    def enforceable(self, budget: Budget) -> "Tool":
-        """The tool with the schema that a grammar can hold its arguments to.
+    def enforceable(self, allowance: Allowance) -> "Tool":
+        """The tool with the schema that a grammar can enforce.
 
         Args:
-            budget: what all tools' schemas together may take to check.
+            allowance: what all tools' schemas may have together.
 
         Raises:
-            ToolsError: a part of the schema cannot be held; names its place.
+            ToolsError: a part of the schema cannot be enforced; names its place.
         """
         try:
-            schema = enforceable_schema(self.schema, budget)
+            schema = prepared(self.schema, allowance)
         except SchemaError as error:
             raise ToolsError(
                 f"{error.message}; or let calls be free (tool_choice auto, without strict)",

@@ -22,7 +22,7 @@ from engine.server.openai.tools.schema_options import (
     own_values,
     types_of_option,
 )
-from engine.types.schema_values import KEYWORDS, MAX_INTEGER, Schema, type_of
+from engine.structured.forms.schema_terms import KEYWORDS, MAX_INTEGER, Schema, type_of
 
 _ORDER: Final = ("null", "integer", "number", "boolean", "object", "array", "string")
 """In which types are tried; vLLM's order. What is left is text."""
@@ -145,13 +145,15 @@ class ParameterValues:
                 continue
         return dump_arguments(text)
 
-    def forms(self) -> WrittenForms:
-        """How values are written, for a schema that a grammar can hold and that `has_texts`."""
+    def forms(self) -> WrittenForms | None:
+        """How values are written, for a schema that `has_texts`; None where several must fit."""
         texts: list[Schema] = []
         words: list[str] = []
         others: list[Schema] = []
         for option, _ in self._options:
-            (schema,) = option  # where more would have to fit, a schema cannot be held
+            if len(option) > 1:
+                return None
+            (schema,) = option
             values = own_values(schema)
             if values is not None:
                 words += [one for one in values if isinstance(one, str) and self._is_read(one)]

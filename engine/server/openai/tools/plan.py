@@ -32,8 +32,8 @@ from engine.server.openai.tools.hermes_prompt import plain_messages, with_tools
 from engine.server.openai.tools.pieces import new_call_id
 from engine.server.openai.tools.template import TemplateFacts, read_template
 from engine.server.openai.tools.whole_output import NamedCallParser, RequiredCallParser
+from engine.structured.forms.params import StructuredOutputsParams
 from engine.text.chat_messages import check_messages
-from engine.types.structured_outputs import StructuredOutputsParams
 
 _log = get_logger(__name__)
 

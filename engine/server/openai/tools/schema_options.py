@@ -6,8 +6,15 @@ beside them. The schemas are a client's, and may be anything. Does not know how 
 
 from typing import Any, Final
 
-from engine.types.schema_references import is_local, pointed_at
-from engine.types.schema_values import KEYWORDS, TYPES, Schema, common_types, type_of
+from engine.structured.forms.schema_terms import (
+    KEYWORDS,
+    TYPES,
+    Schema,
+    common_types,
+    is_local,
+    pointed_at,
+    type_of,
+)
 
 Option = tuple[Schema, ...]
 """Schemas that a value has to fit all of, each without others within it; none allow any value."""

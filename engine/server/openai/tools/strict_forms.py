@@ -1,10 +1,11 @@
-"""How calls amid free text are held to their schemas, form by form, as structural tags.
+"""How calls amid free text are made to fit their schemas, form by form, as structural tags.
 
-Knows xgrammar's structural tags and how each family writes its calls. What a parser beside this
-file would take for a call is either one that fits, or is not let through at all. Forms that are not
-here (Python's), and those that begin with a special token, cannot be held.
+Knows structural tags and how each family writes its calls. What a parser beside this file would
+take for a call is either one that fits, or is not let through at all. Forms that are not here
+(Python's), and those that begin with a special token, cannot be enforced.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,25 +13,18 @@ from typing import Any
 from engine.server.openai.tools.choice import has_references
 from engine.server.openai.tools.definitions import NO_PARAMETERS, Tool, ToolsError
 from engine.server.openai.tools.parameter_values import Parameters, ParameterValues, WrittenForms
-from engine.types.expression_parser import parse
-from engine.types.grammar_messages import MAX_WHITESPACE
-from engine.types.regular_expression import others, restricted, written
-from engine.types.schema_values import Budget, SchemaError
 
 Form = dict[str, Any]
 _ANY_OBJECT: Form = {"type": "object"}
-_TEXT_START = written(parse(r"[^\s{\[<]"))
-_NO_ANGLE = others(((ord("<"), ord("<")),))
-_NO_BRACKET = others(tuple((ord(one), ord(one)) for one in "<[{"))
-_STEPS_OF_VALUE = 4
-"""What it takes to write one alternative of a parameter, or one word."""
+_MAX_VALUES = 50_000
+"""Alternatives of all parameters of all functions, and words, that may be written out."""
 _ANY_TEXT: Form = {"type": "any_text", "excludes": ["</parameter>", "</function>"]}
 _TEXT_OF_NO_JSON: tuple[Form, ...] = (
     {"type": "const_string", "value": ""},
     {
         "type": "sequence",
         "elements": [
-            {"type": "regex", "pattern": written(parse(r"[ \t\r\n]*(?:[^\s{\[<]|<[^/<])"))},
+            {"type": "text", "matches": [r"[ \t\r\n]*(?:[^\s{\[<]|<[^/<])"]},
             _ANY_TEXT,
         ],
     },
@@ -44,7 +38,7 @@ class StrictForm:
 
     Attributes:
         trigger: what calls begin with; must be no special token. Empty: they begin the answer.
-        make: from tools (schemas as they are held), and whether one call is the most, to a format.
+        make: from tools (schemas as enforced), and whether one call is the most, to a format.
     """
 
     trigger: str
@@ -88,7 +82,7 @@ def bare(key: str, separator: str, excludes: tuple[str, ...] = ()) -> StrictForm
     def make(tools: Sequence[Tool], is_single: bool) -> Form:
         calls = [_call(tool, f'{{"name": "NAME", "{key}": ', "}") for tool in tools]
         text = [
-            {"type": "regex", "pattern": _TEXT_START},
+            {"type": "text", "matches": [r"[^\s{\[<]"]},
             {"type": "any_text", "excludes": list(excludes)},
         ]
         sequence = {"type": "sequence", "elements": text}
@@ -102,9 +96,9 @@ def xml_parameters() -> StrictForm:
 
     def make(tools: Sequence[Tool], is_single: bool) -> Form:
         tags = []
-        budget = Budget()
+        num_left = _MAX_VALUES
         for tool in tools:
-            content = _xml_arguments(tool, budget)
+            content, num_left = _xml_arguments(tool, num_left)
             for around, end in (("<tool_call>\n", "\n</tool_call>"), ("", "")):
                 begin = f"{around}<function={tool.name}>\n"
                 closing = f"</function>{end}"
@@ -119,11 +113,7 @@ def _call(tool: Tool, begin: str, end: str) -> Form:
     return {
         "type": "tag",
         "begin": begin.replace("NAME", tool.name),
-        "content": {
-            "type": "json_schema",
-            "json_schema": schema,
-            "max_whitespace_cnt": MAX_WHITESPACE,
-        },
+        "content": {"type": "json_schema", "json_schema": schema},
         "end": end,
     }
 
@@ -147,10 +137,15 @@ def _separated(tags: list[Form], separator: str, is_single: bool) -> Form:
     }
 
 
-def _xml_arguments(tool: Tool, budget: Budget) -> Form:
-    """The parameters between a function's tags, in their schema's order."""
+def _xml_arguments(tool: Tool, num_left: int) -> tuple[Form, int]:
+    """The parameters between a function's tags, in their schema's order.
+
+    Args:
+        num_left: values that may still be written out; also what it returns behind the form.
+    """
     if not tool.strict:
-        return {"type": "any_text", "excludes": ["</function>", "<tool_call>", "</tool_call>"]}
+        excludes = ["</function>", "<tool_call>", "</tool_call>"]
+        return {"type": "any_text", "excludes": excludes}, num_left
     schema = tool.schema
     is_plain = "properties" in schema or schema == NO_PARAMETERS
     if not is_plain or schema.get("additionalProperties") or schema.get("patternProperties"):
@@ -161,7 +156,7 @@ def _xml_arguments(tool: Tool, budget: Budget) -> Form:
     for keyword in ("minProperties", "maxProperties"):
         if keyword in schema:
             raise ToolsError(
-                "cannot be held in this model's form of calls; leave it out",
+                "cannot be enforced in this model's form of calls; leave it out",
                 param=f"{tool.place}.{keyword}",
             )
     elements: list[Form] = []
@@ -169,10 +164,11 @@ def _xml_arguments(tool: Tool, budget: Budget) -> Form:
     for name in schema.get("properties", {}):
         place = f"{tool.place}.properties.{name}"
         values = parameters[name]
-        try:
-            budget.spend(_STEPS_OF_VALUE * values.num_parts, place)
-        except SchemaError as error:
-            raise ToolsError(error.message, param=place) from error
+        num_left -= values.num_parts
+        if num_left < 0:
+            raise ToolsError(
+                f"at most {_MAX_VALUES} values may be written out for all parameters", param=place
+            )
         element: Form = {
             "type": "tag",
             "begin": f"<parameter={name}>\n",
@@ -182,7 +178,8 @@ def _xml_arguments(tool: Tool, budget: Budget) -> Form:
         if name not in schema.get("required", []):
             element = {"type": "optional", "content": element}
         elements.append(element)
-    return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
+    empty: Form = {"type": "const_string", "value": ""}
+    return {"type": "sequence", "elements": elements or [empty]}, num_left
 
 
 def _xml_value(name: str, values: ParameterValues, root: Form, place: str) -> Form:
@@ -190,63 +187,56 @@ def _xml_value(name: str, values: ParameterValues, root: Form, place: str) -> Fo
     if set(name) & set("<>\n"):
         raise ToolsError("a parameter's name cannot have '<', '>' or line ends", param=place)
     if not values.has_texts:
-        return _xml_json(root["properties"][name], root, place)
+        return _xml_json(root["properties"][name], root)
     forms = values.forms()
+    if forms is None:
+        raise ToolsError(
+            "in this model's form of calls, what may be a string cannot have to fit several "
+            "schemas; merge them into one",
+            param=place,
+        )
     if forms.is_free:
         texts = [_ANY_TEXT] if not forms.has_brackets else [*_TEXT_OF_NO_JSON]
-        return texts[0] if len(texts) == 1 else _one_of([*texts, *_xml_others(forms, root, place)])
-    texts = [_xml_text(one, place, has_brackets=forms.has_brackets) for one in forms.texts]
+        return texts[0] if len(texts) == 1 else _one_of([*texts, *_xml_others(forms, root)])
+    texts = [_xml_text(one, has_brackets=forms.has_brackets) for one in forms.texts]
     if any("<" in word or word != word.strip("\n") for word in forms.words):
         raise ToolsError("a value cannot have '<', nor line ends around it", param=place)
     texts += [{"type": "const_string", "value": word} for word in forms.words]
-    return _one_of([*texts, *_xml_others(forms, root, place)])
+    return _one_of([*texts, *_xml_others(forms, root)])
 
 
 def _one_of(elements: list[Form]) -> Form:
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
 
 
-def _xml_others(forms: WrittenForms, root: Form, place: str) -> list[Form]:
+def _xml_others(forms: WrittenForms, root: Form) -> list[Form]:
     if not forms.others:
         return []
     schema = forms.others[0] if len(forms.others) == 1 else {"anyOf": forms.others}
-    return [_xml_json(schema, root, place)]
+    return [_xml_json(schema, root)]
 
 
-def _xml_json(schema: Form, root: Form, place: str) -> Form:
+def _xml_json(schema: Form, root: Form) -> Form:
     alone = schema
-    if has_references(schema):
-        alone = schema | {key: root[key] for key in ("$defs", "definitions") if key in root}
-    if _leads_to_whole(alone):
-        raise ToolsError(
-            "in this model's form of calls a parameter cannot refer to all of them ('#'); put what "
-            "it refers to in '$defs'",
-            param=place,
-        )
-    return {
-        "type": "json_schema",
-        "json_schema": alone,
-        "max_whitespace_cnt": 1,
-    }
+    if has_references(schema):  # all lead to `$defs` by now
+        alone = schema | {"$defs": root["$defs"]}
+    return {"type": "json_schema", "json_schema": alone, "max_whitespace_cnt": 1}
 
 
-def _leads_to_whole(schema: Any) -> bool:
-    """Whether there may be a reference to the root."""
-    if isinstance(schema, dict):
-        return schema.get("$ref") == "#" or any(map(_leads_to_whole, schema.values()))
-    return isinstance(schema, list) and any(map(_leads_to_whole, schema))
-
-
-def _xml_text(schema: Form, place: str, *, has_brackets: bool) -> Form:
+def _xml_text(schema: Form, *, has_brackets: bool) -> Form:
     """Text of a pattern, or of a length, has no angle bracket, so that its end is where it ends."""
-    pattern = schema.get("pattern")
-    if pattern is None:
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        # No line end at either side: one is taken off when the text is read.
-        pattern = rf"[^<\n]{{{least},{most}}}"
-    node = restricted(parse(pattern), _NO_BRACKET if has_brackets else _NO_ANGLE)
-    text = "" if node is None else written(node)
-    if not text:
-        needed = "a '<', '[' or '{'" if has_brackets else "a '<'"
-        raise ToolsError(f"the pattern cannot be held: it needs {needed}", param=place)
-    return {"type": "regex", "pattern": text}
+    text: Form = {"type": "text", "excludes": ["<", "[", "{"] if has_brackets else ["<"]}
+    if "pattern" in schema:
+        text["patterns"] = [_whole(schema["pattern"])]
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    # No line end at either side: one is taken off when the text is read.
+    if least or most != "" or "pattern" not in schema:
+        text["matches"] = [rf"[^\n]{{{least},{most}}}"]
+    return text
+
+
+def _whole(pattern: str) -> str:
+    """A schema's pattern, which may be found anywhere, as one of whole texts; maybe of fewer."""
+    start = "" if pattern.startswith("^") else "(?s:.*)"
+    end = "" if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) else "(?s:.*)"
+    return f"{start}{pattern}{end}"

@@ -27,11 +27,11 @@ from engine.server.openai.protocol.chat import ChatCompletionRequest
 from engine.server.openai.protocol.completion import CompletionRequest
 from engine.server.openai.protocol.tokenize import TokenizeRequest
 from engine.server.openai.sampling import SAME_NAME, make_params, naming_fields, wanted_form
+from engine.structured.forms.params import StructuredOutputsParams
 from engine.text.chat_messages import check_messages
 from engine.text.token_bytes import new_utf8_decoder
 from engine.types.logprobs import Logprob
 from engine.types.sampling import RequestOutputKind, SamplingParams
-from engine.types.structured_outputs import StructuredOutputsParams
 
 DEFAULTS = SamplingParams(temperature=0.6, top_k=20)
 GIVEN: dict[str, Any] = {

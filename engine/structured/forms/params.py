@@ -1,33 +1,32 @@
 """The form that an output must have: a JSON schema, a regular expression, a choice, a grammar.
 
-Knows what can be checked without a grammar library: types, sizes, that JSON is JSON. Whether a
-schema, an expression or a grammar can be compiled is found where it is compiled, in
-`engine.frontend.grammar_process`.
+Checks what can be checked without a grammar library: types, sizes, that JSON is JSON, schemas by
+`prepass`. Whether an expression, or a grammar, can be compiled is found there.
 """
 
 import json as json_text
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, NoReturn, cast
 
 import msgspec
 from msgspec.structs import force_setattr
 
 from engine.errors import SamplingParamsError
-from engine.types.expression_parser import parse, rewritten
-from engine.types.json_schema import enforceable_schema
-from engine.types.regular_expression import RegularExpressionError
+from engine.structured.forms.lark import flaw_of
+from engine.structured.forms.prepass import Allowance, prepared
+from engine.structured.forms.schema_shapes import SchemaError
+from engine.structured.forms.structural_tags import prepared_tag
 from engine.types.sampling_checks import NamedArguments, encodable, short
-from engine.types.schema_values import Budget, SchemaError, num_pattern_steps
 
 MAX_BYTES: Final = 256 * 1024
 """Longest schema, expression, grammar, or choice in all, as UTF-8."""
+MAX_REGEX_LENGTH: Final = 32_768
+"""Longest regular expression, in characters."""
 MAX_WRITTEN_BYTES: Final = 4 * MAX_BYTES
-"""Longest that a schema may be once it says what its patterns and references do."""
+"""Longest that a schema may be once names are added to close it."""
 MAX_NESTING: Final = 64
 """How deep JSON may be nested."""
 MAX_CHOICES: Final = 4096
-_MAX_KEY: Final = 80
-"""Of a key, in messages."""
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The constraints; a request has exactly one."""
@@ -55,20 +54,18 @@ class StructuredOutputsParams(
 
     json: str | dict[str, Any] | None = None
     """A JSON schema: a dictionary, its text, or a class with `model_json_schema` (pydantic). After
-    construction the text of what the output is held to: the schema, or where a grammar could not
-    hold all of it one that allows no more."""
+    construction the text of what is enforced, without remarks."""
     regex: str | None = None
-    """An expression that the whole output matches; after construction in one way of writing."""
+    """An expression in Rust's syntax that the whole output matches."""
     choice: list[str] | None = None
     """The output is one of these."""
     grammar: str | None = None
-    """A grammar in EBNF (GBNF's form), whose rule `root` the whole output matches."""
+    """A grammar that the whole output matches: Lark with the rule `start`, or GBNF with `root`."""
     json_object: bool | None = None
     """Any JSON object."""
     structural_tag: str | dict[str, Any] | None = None
-    """Free text with constrained parts between tags, as xgrammar describes it; the JSON text after
-    construction."""
-    _is_enforceable: bool = False
+    """Free text with constrained parts between tags; the JSON text after construction."""
+    _is_prepared: bool = False
     """Whether nothing is left to be checked: so it is after construction. What is read from a
     message is not worked through again."""
     disable_any_whitespace: bool = False
@@ -80,7 +77,7 @@ class StructuredOutputsParams(
         Raises:
             SamplingParamsError: not exactly one constraint, or one that cannot be right.
         """
-        if self._is_enforceable:
+        if self._is_prepared:
             return
         if self.json_object is not None and not isinstance(self.json_object, bool):
             _reject("json_object", self.json_object, "True or False")
@@ -96,11 +93,22 @@ class StructuredOutputsParams(
                 force_setattr(self, name, _checked_object(name, value, remedy))
         if self.regex is not None:
             _check_text("regex", self.regex, "a regular expression that is not empty")
-            force_setattr(self, "regex", _checked_regex("regex", self.regex))
+            if flaw := flaw_of(self.regex):
+                raise _error("regex", f": {flaw}.")
+            if len(self.regex) > MAX_REGEX_LENGTH:
+                raise _error(
+                    "regex",
+                    f" must be at most {MAX_REGEX_LENGTH} characters long, got {len(self.regex)}.",
+                )
         if self.grammar is not None:
-            _check_text("grammar", self.grammar, "an EBNF grammar that is not empty")
-            if "::=" not in self.grammar:
-                _reject("grammar", self.grammar, 'EBNF with a rule called root (root ::= "yes")')
+            _check_text("grammar", self.grammar, "a grammar that is not empty")
+            if "::=" not in self.grammar and ":" not in self.grammar:
+                _reject(
+                    "grammar",
+                    self.grammar,
+                    'Lark with a rule called start (start: "yes"), or GBNF with one called root '
+                    '(root ::= "yes")',
+                )
         if self.choice is not None:
             force_setattr(self, "choice", _checked_choice(self.choice))
         if self.disable_any_whitespace and self.kind not in ("json", "json_object"):
@@ -108,7 +116,7 @@ class StructuredOutputsParams(
                 f"disable_any_whitespace is for json and json_object; leave it out of {self.kind}.",
                 param=f"{self.PARAM}.disable_any_whitespace",
             )
-        force_setattr(self, "_is_enforceable", True)
+        force_setattr(self, "_is_prepared", True)
 
     @classmethod
     def from_any(cls, value: object) -> "StructuredOutputsParams":
@@ -128,10 +136,10 @@ class StructuredOutputsParams(
         )
 
     @classmethod
-    def of_enforceable(
+    def of_prepared(
         cls, kind: str, value: dict[str, Any], *, disable_any_whitespace: bool = False
     ) -> "StructuredOutputsParams":
-        """A schema, or a structural tag, made of parts that are enforceable; all but its size.
+        """A schema, or a structural tag, made of parts that are prepared; only its size is checked.
 
         Raises:
             SamplingParamsError: it is too long.
@@ -142,7 +150,7 @@ class StructuredOutputsParams(
         }
         return cast(
             StructuredOutputsParams,
-            msgspec.StructMeta.__call__(cls, _is_enforceable=True, **values),
+            msgspec.StructMeta.__call__(cls, _is_prepared=True, **values),
         )
 
     @property
@@ -213,14 +221,22 @@ def _checked_object(name: str, value: Any, remedy: str) -> str:
         try:
             value = json_text.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            raise _error(name, f" must be {allowed}; it is no JSON: {error}.") from error
+            raise _error(name, f" must be {allowed}; not JSON: {error}.") from error
         if not isinstance(value, dict):
             _reject(name, text, allowed)
         _check_nesting(name, value)
-    budget = Budget()
-    if name == "json":
-        return _written_text(name, _enforceable(name, value, budget))
-    return _written_text(name, _enforceable_tag(name, value, budget))
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = (
+        prepared if name == "json" else _prepared_tag
+    )
+    try:
+        return _written_text(name, prepare(value))
+    except SchemaError as error:
+        raise _error(f"{name}{error.path}", f": {error.message}.") from error
+
+
+def _prepared_tag(value: dict[str, Any]) -> dict[str, Any]:
+    allowance = Allowance()
+    return prepared_tag(value, lambda schema: prepared(schema, allowance))
 
 
 def _text_of(name: str, value: dict[str, Any], *, allow_nan: bool = False) -> str:
@@ -234,66 +250,20 @@ def _text_of(name: str, value: dict[str, Any], *, allow_nan: bool = False) -> st
 
 
 def _written_text(name: str, value: dict[str, Any]) -> str:
-    """The JSON of what is held, which may be longer than what was asked for."""
+    """The JSON of what is enforced, which may be longer than what was asked for."""
     text = _text_of(name, value)
     num_bytes = len(text.encode())
     if num_bytes > MAX_WRITTEN_BYTES:
         raise _error(
             name,
-            f" takes {num_bytes} bytes once patterns and references are written out, and may take "
-            f"{MAX_WRITTEN_BYTES}; use fewer or shorter ones.",
+            f" takes {num_bytes} bytes with the names that close its objects, and may take "
+            f"{MAX_WRITTEN_BYTES}; use fewer references and 'allOf'.",
         )
     return text
 
 
-def _enforceable(where: str, schema: dict[str, Any], budget: Budget) -> dict[str, Any]:
-    """The schema as it is held to; what cannot be is refused."""
-    try:
-        return enforceable_schema(schema, budget)
-    except SchemaError as error:
-        raise _error(f"{where}{error.path}", f": {error.message}.") from error
-
-
-def _checked_regex(where: str, text: str) -> str:
-    """The expression as it is held to; what cannot be is refused."""
-    try:
-        held = rewritten(parse(text))
-    except RegularExpressionError as error:
-        raise _error(
-            where, f" must be a regular expression that a grammar can hold: {error}."
-        ) from error
-    if not held:
-        _reject(where, text, "a regular expression that matches more than the empty text")
-    return held
-
-
-def _enforceable_tag(where: str, value: Any, budget: Budget) -> Any:
-    """A structural tag whose schemas and expressions are as they are held to."""
-    if isinstance(value, list | tuple):
-        return [
-            _enforceable_tag(f"{where}[{index}]", item, budget) for index, item in enumerate(value)
-        ]
-    if not isinstance(value, dict):
-        return value
-    held: dict[str, Any] = {}
-    kind = value.get("type")
-    for key, item in value.items():
-        place = f"{where}.{str(key)[:_MAX_KEY]}"
-        is_schema = key == "json_schema" or (key == "schema" and "begin" in value)
-        if is_schema and isinstance(item, dict):
-            held[key] = _enforceable(place, item, budget)
-        elif key == "pattern" and kind == "regex" and isinstance(item, str):
-            budget.num_left -= num_pattern_steps(item)
-            if budget.num_left < 0:
-                raise _error(place, ": checking it would take too long; use shorter expressions.")
-            held[key] = _checked_regex(place, item)
-        else:
-            held[key] = _enforceable_tag(place, item, budget)
-    return held
-
-
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_nesting(name: str, value: object) -> None:

@@ -6,22 +6,45 @@ others. Knows requests and constraints; knows no queue and no logits. Belongs to
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable
+from functools import partial
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
-from engine.core.grammar import Grammar, end_mask_of, num_words
-from engine.core.grammar_compiler import Compiled, GrammarCompiler
-from engine.core.request import Request, RequestStatus
-from engine.types.grammar_messages import GrammarKey
+from engine.structured.compiler import Compiled, ConstraintCompiler
+from engine.structured.constraint import ConstraintKey
+from engine.structured.matching import Grammar, end_mask_of, num_words
+from engine.structured.vocabulary import load_vocabulary
 from engine.types.messages import ErrorKind
 from engine.types.plan import GrammarOutput
+from engine.types.sampling import SamplingParams
 from instrumentation import Event, GrammarOutcome, GrammarTotals, Instrument
 
 _NUM_FAILURES_KEPT: Final = 256
+
+
+class Bound(Protocol):
+    """What is to be known of a request."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name."""
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """With its constraint."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended."""
+
+    grammar: Grammar | None
+
+
+BoundT = TypeVar("BoundT", bound=Bound)
 
 
 class GrammarFailure(NamedTuple):
@@ -31,7 +54,7 @@ class GrammarFailure(NamedTuple):
     kind: ErrorKind
 
 
-class StructuredOutputManager:
+class StructuredOutputManager(Generic[BoundT]):
     """Compiled grammars by constraint, and who waits for which.
 
     Args:
@@ -39,31 +62,28 @@ class StructuredOutputManager:
         vocab_size: width of the logits.
         end_token_ids: the model's end tokens.
         cache_bytes: most that grammars kept for later requests may take.
-        make_matcher: from a compiled grammar to a matcher.
     """
 
     def __init__(
         self,
-        compiler: GrammarCompiler,
+        compiler: ConstraintCompiler,
         *,
         vocab_size: int,
         end_token_ids: Iterable[int],
         cache_bytes: int,
         obs: Instrument,
-        make_matcher: Callable[[Any], Any] | None = None,
     ) -> None:
         self.compiler = compiler
         self.obs = obs
-        self._make_matcher = make_matcher or _make_matcher
         self._num_words = num_words(vocab_size)
         self._end_mask = end_mask_of([i for i in end_token_ids if i < vocab_size], vocab_size)
         self._cache_bytes = cache_bytes
-        self._grammars: OrderedDict[GrammarKey, Compiled] = OrderedDict()
-        self._failures: OrderedDict[GrammarKey, GrammarFailure] = OrderedDict()
-        self._waiting: dict[GrammarKey, dict[str, Request]] = {}
-        self._refused: list[tuple[Request, GrammarFailure]] = []
+        self._grammars: OrderedDict[ConstraintKey, Compiled] = OrderedDict()
+        self._failures: OrderedDict[ConstraintKey, GrammarFailure] = OrderedDict()
+        self._waiting: dict[ConstraintKey, dict[str, BoundT]] = {}
+        self._refused: list[tuple[BoundT, GrammarFailure]] = []
         self._num_bytes = 0
-        self._num_hits = self._num_misses = self._compile_ns = 0
+        self._num_hits = self._num_misses = self._compile_ns = self._num_forced = 0
         self._outcomes = [0] * len(GrammarOutcome)
         self._totals: GrammarTotals | None = None
         """As last told; None since a count has changed."""
@@ -74,16 +94,17 @@ class StructuredOutputManager:
     ) -> "StructuredOutputManager":
         """The manager of an engine's core; starts nothing yet."""
         model, scheduler = config.model, config.scheduler
-        process_kwargs = {
-            "model": model.model,
-            "revision": model.revision,
-            "download_dir": model.download_dir,
-            "tokenizer": model.tokenizer,
-            "vocab_size": facts.vocab_size,
-            "stop_token_ids": list(facts.eos_token_ids),
-        }
+        load = partial(
+            load_vocabulary,
+            model=model.model,
+            revision=model.revision,
+            download_dir=model.download_dir,
+            tokenizer=model.tokenizer,
+            vocab_size=facts.vocab_size,
+            end_token_ids=list(facts.eos_token_ids),
+        )
         return cls(
-            GrammarCompiler(process_kwargs, timeout_s=scheduler.structured_outputs_timeout_s),
+            ConstraintCompiler(load, timeout_s=scheduler.structured_outputs_timeout_s),
             vocab_size=facts.vocab_size,
             end_token_ids=facts.eos_token_ids,
             cache_bytes=scheduler.structured_outputs_cache_bytes,
@@ -110,17 +131,18 @@ class StructuredOutputManager:
             tuple(self._outcomes),
             len(self._grammars),
             self._num_bytes,
+            self._num_forced,
         )
 
     def warm_up(self) -> None:
         """Get ready for the first constraint, in the background."""
         self.compiler.warm_up()
 
-    def begin(self, request: Request) -> None:
-        """Give a request that has just come its grammar, or let it wait for one."""
+    def begin(self, request: BoundT) -> bool:
+        """Give a request that has just come its grammar; False where it has to wait for one."""
         params = request.sampling_params.structured_outputs
         if params is None:
-            return
+            return True
         self._totals = None
         key = params.key
         compiled, failure = self._grammars.get(key), self._failures.get(key)
@@ -128,20 +150,20 @@ class StructuredOutputManager:
         if compiled is not None:
             self._grammars.move_to_end(key)
             self._give(request, compiled)
-            return
-        request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            return True
         if failure is not None:
             self._failures.move_to_end(key)
             self._refused.append((request, failure))
-            return
+            return False
         self._num_misses += 1
         if key not in self._waiting:
             self.compiler.submit(key)
         self._waiting.setdefault(key, {})[request.request_id] = request
+        return False
 
-    def take(self) -> list[tuple[Request, GrammarFailure | None]]:
+    def take(self) -> list[tuple[BoundT, GrammarFailure | None]]:
         """Requests whose wait is over, each with the reason if it gets no grammar."""
-        settled: list[tuple[Request, GrammarFailure | None]] = list(self._refused)
+        settled: list[tuple[BoundT, GrammarFailure | None]] = list(self._refused)
         self._refused.clear()
         if self._waiting:
             for result in self.compiler.take():
@@ -149,7 +171,7 @@ class StructuredOutputManager:
         # Whoever was aborted in the meantime has its last output already.
         return [(request, failure) for request, failure in settled if not request.is_finished]
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: BoundT) -> None:
         """The request has ended before it got its grammar."""
         params = request.sampling_params.structured_outputs
         if params is None or request.grammar is not None:
@@ -162,7 +184,7 @@ class StructuredOutputManager:
             self._outcomes[GrammarOutcome.WITHDRAWN] += 1
             self._totals = None
 
-    def grammar_output(self, requests: Iterable[Request | None]) -> GrammarOutput | None:
+    def grammar_output(self, requests: Iterable[BoundT | None]) -> GrammarOutput | None:
         """The bitmask of a step in which these requests sample; None where it binds nobody.
 
         Those that have ended meanwhile (None) have no row: what the step samples for them is void.
@@ -170,17 +192,22 @@ class StructuredOutputManager:
         bound = [request for request in requests if request is not None]
         if not bound:
             return None
+        num_forced = 0
         bitmask = np.empty((len(bound), self._num_words), dtype=np.int32)
         for row, request in enumerate(bound):
             assert request.grammar is not None
             request.grammar.write_mask(bitmask[row])
+            num_forced += request.grammar.is_forced
+        if num_forced:
+            self._num_forced += num_forced
+            self._totals = None
         return GrammarOutput([request.request_id for request in bound], bitmask)
 
     def close(self) -> None:
         """Stop compiling."""
         self.compiler.close()
 
-    def _settle(self, result: Compiled) -> list[tuple[Request, GrammarFailure | None]]:
+    def _settle(self, result: Compiled) -> list[tuple[BoundT, GrammarFailure | None]]:
         """Keep a result, and tell whoever waited for it."""
         self._totals = None
         requests = self._waiting.pop(result.key, {}).values()
@@ -218,16 +245,9 @@ class StructuredOutputManager:
             _, oldest = self._grammars.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def _give(self, request: Request, compiled: Compiled) -> None:
+    def _give(self, request: BoundT, compiled: Compiled) -> None:
         request.grammar = Grammar(
-            self._make_matcher(compiled.grammar),
+            compiled.grammar.deep_copy(),
             self._end_mask,
             ignore_eos=request.sampling_params.ignore_eos,
         )
-
-
-def _make_matcher(compiled: Any) -> Any:
-    # Already imported, by the thread that has compiled the grammar.
-    from xgrammar import GrammarMatcher
-
-    return GrammarMatcher(compiled)

@@ -1,0 +1,1 @@
+"""Outputs of a given form: what users say of it, grammars, matchers, masks."""

@@ -1,0 +1,1 @@
+"""What users ask for, and the form in which the library takes it."""
