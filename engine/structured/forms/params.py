@@ -13,7 +13,8 @@ from msgspec.structs import force_setattr
 
 from engine.errors import SamplingParamsError
 from engine.structured.forms.lark import flaw_of
-from engine.structured.forms.prepass import Allowance, prepared
+from engine.structured.forms.prepass import prepared
+from engine.structured.forms.references import Allowance
 from engine.structured.forms.schema_shapes import SchemaError
 from engine.structured.forms.structural_tags import prepared_tag
 from engine.types.sampling_checks import NamedArguments, encodable, short

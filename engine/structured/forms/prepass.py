@@ -5,17 +5,23 @@ crash it out, and names the place of what is refused. What schemas mean is the l
 """
 
 import enum
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Final
 
 from engine.structured.forms.lark import flaw_of
-from engine.structured.forms.schema_shapes import SchemaError, Shapes, at
-from engine.structured.forms.schema_terms import KEYWORDS, Schema, common_types, pointed_at
+from engine.structured.forms.references import (
+    MAX_DEPTH,
+    MAX_OPTIONAL_IN_ALL,
+    SAME_VALUE,
+    Allowance,
+    References,
+    place_of,
+)
+from engine.structured.forms.schema_shapes import SchemaError, at
+from engine.structured.forms.schema_terms import KEYWORDS, Schema
 
 MAX_OPTIONAL: Final = 500
 """Most properties of one object that may be left out: the library tries all ways to go on."""
-MAX_OPTIONAL_IN_ALL: Final = 2_000
 MAX_PATTERN_PROPERTIES: Final = 40
 MAX_DEFINITIONS: Final = 500
 """Schemas that references lead to: the library follows chains of them by recursion."""
@@ -24,17 +30,13 @@ MAX_PATTERNS: Final = 8
 """For one text."""
 MAX_MULTIPLE: Final = 10_000
 """Product of the `multipleOf` of one number: the library counts remainders."""
-MAX_DEPTH: Final = 64
-MAX_STEPS: Final = 50_000
-"""Schemas looked at, again and again where references lead to the same ones."""
 _MAX_BOUND: Final = 10**18
 
 _UNSUPPORTED: Final = (
     *("not", "if", "contains", "dependentRequired", "dependentSchemas", "dependencies"),
     *("$dynamicRef", "$recursiveRef"),
 )
-_SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
-_APPLICATORS: Final = frozenset((*_SAME_VALUE, "$ref"))
+_APPLICATORS: Final = frozenset((*SAME_VALUE, "$ref"))
 _KEPT: Final = frozenset(
     (*(word for words in KEYWORDS.values() for word in words), "type", "const", "enum", "format")
 ) - {"unevaluatedItems", "unevaluatedProperties", "propertyNames", "uniqueItems", "contains"}
@@ -59,24 +61,6 @@ class _Mode(enum.Enum):
     """As it stands: that less would fit it could let more through elsewhere (`oneOf`)."""
 
 
-class Allowance:
-    """What the schemas of one request may have together."""
-
-    __slots__ = ("num_optional", "num_steps")
-
-    def __init__(self) -> None:
-        self.num_optional = MAX_OPTIONAL_IN_ALL
-        self.num_steps = MAX_STEPS
-
-    def step(self, path: str, num: int = 1) -> None:
-        """Count schemas that are looked at."""
-        self.num_steps -= num
-        if self.num_steps < 0:
-            raise SchemaError(
-                path, "the schema is too large to check; use fewer references, or smaller schemas"
-            )
-
-
 def prepared(
     schema: Schema, allowance: Allowance | None = None, *, closes_objects: bool = True
 ) -> Schema:
@@ -98,20 +82,18 @@ class _Writer:
         self._root = root
         self._allowance = allowance
         self._mode = _Mode.CLOSED if closes_objects else _Mode.EXACT
-        self._shapes = Shapes()
-        self._anchors: dict[str, Any] | None = None
+        self._references = References(root, allowance)
         self._names: dict[tuple[str, _Mode], str] = {}
         """Of what references lead to, by the place there and how it is written."""
         self._left: list[tuple[str, _Mode]] = []
 
     def write(self) -> Schema:
-        self._shapes.check(self._root, "")
         written = self._schema(self._root, "", self._mode)
         definitions: dict[str, Any] = {}
         while self._left:
             reference, mode = self._left.pop()
-            place = _place_of(reference)
-            target = self._target(reference, place)
+            place = place_of(reference)
+            target = self._references.target(reference, place)
             name = self._names[reference, mode]
             definitions[name] = self._schema(target, place, mode)
         if definitions:
@@ -127,7 +109,7 @@ class _Writer:
         schema = self._plain(schema, path)
         self._check_supported(schema, path)
         parts = self._check_parts(schema, path)
-        options = self._options_word(schema.get("oneOf"), path)
+        options = self._references.options_word(schema.get("oneOf"), path)
         applicators = _APPLICATORS & schema.keys()
         beside = [word for word in schema if word in _KEPT and word not in ("type", "format")]
         is_wrapper = len(applicators) == 1 and not beside and options == "anyOf"
@@ -141,7 +123,7 @@ class _Writer:
             where = f"{path}.{keyword}"
             if keyword == "$ref":
                 written["$ref"] = self._reference(value, where, same)
-            elif keyword in (*_SAME_VALUE, "prefixItems"):
+            elif keyword in (*SAME_VALUE, "prefixItems"):
                 inner = within if keyword == "prefixItems" else same
                 if keyword == "oneOf":
                     keyword, inner = options, inner if options == "anyOf" else _Mode.EXACT
@@ -173,6 +155,8 @@ class _Writer:
                 raise SchemaError(
                     path, f"{keyword!r} is not supported; leave it out, or say it otherwise"
                 )
+        if "$id" in schema and path:
+            raise SchemaError(path, "'$id' within a schema is not supported; leave it out")
         if schema.get("uniqueItems") is True:
             raise SchemaError(path, "'uniqueItems' is not supported; leave it out")
         if schema.get("unevaluatedItems", True) is not True:
@@ -226,7 +210,7 @@ class _Writer:
         for _ in range(MAX_DEPTH):
             if not (isinstance(names, dict) and "$ref" in names):
                 break
-            names = self._target(names["$ref"], path)
+            names = self._references.target(names["$ref"], path)
         said = {
             key: value
             for key, value in (names if isinstance(names, dict) else {"enum": []}).items()
@@ -275,7 +259,7 @@ class _Writer:
     def _check_parts(self, schema: Schema, path: str) -> list[Schema]:
         """All schemas that may speak of the same value; this one first."""
         is_alone = _APPLICATORS.isdisjoint(schema)
-        parts = [schema] if is_alone else list(self._parts(schema, path))
+        parts = [schema] if is_alone else list(self._references.parts(schema, path))
         product = 1
         for one in parts:
             exact = Decimal(str(one.get("multipleOf", 1))).normalize()
@@ -290,98 +274,17 @@ class _Writer:
             raise SchemaError(path, f"at most {MAX_PATTERNS} patterns for the same text")
         return parts
 
-    def _parts(self, schema: Schema, path: str) -> Iterator[Schema]:
-        left: list[tuple[Any, str, frozenset[int]]] = [(schema, path, frozenset())]
-        while left:
-            one, place, above = left.pop()
-            if not isinstance(one, dict):
-                continue
-            self._allowance.step(place)
-            if id(one) in above:
-                raise SchemaError(path, "the schema refers to itself without anything between")
-            if len(above) > MAX_DEPTH:
-                raise SchemaError(path, f"more than {MAX_DEPTH} references lead to each other")
-            yield one
-            inner = [
-                (item, f"{place}.{word}[{index}]")
-                for word in _SAME_VALUE
-                for index, item in enumerate(one.get(word, ()))
-            ]
-            if "$ref" in one:
-                where = f"{place}.$ref"
-                inner.insert(0, (self._target(one["$ref"], where), where))
-            left += [(item, where, above | {id(one)}) for item, where in reversed(inner)]
-
-    def _options_word(self, options: list[Any] | None, path: str) -> str:
-        """`anyOf` where a value can fit one of a `oneOf` only, as far as is easily seen."""
-        facts = [self._facts(one, path) for one in options or ()]
-        for index, (types, values) in enumerate(facts):
-            for other_types, other_values in facts[:index]:
-                self._allowance.step(path)
-                apart = types and other_types and not common_types(types, other_types)
-                if not apart and not any(
-                    values[name].isdisjoint(other_values[name])
-                    for name in values.keys() & other_values.keys()
-                ):
-                    return "oneOf"
-        return "anyOf"
-
-    def _facts(self, schema: Any, path: str) -> tuple[list[str], dict[str, frozenset[str]]]:
-        """Types that a value may have, and values of required properties, as text by name."""
-        types: list[str] = []
-        values: dict[str, frozenset[str]] = {}
-        while isinstance(schema, dict):
-            given = schema.get("type", types)
-            types = given if isinstance(given, list) else [given]
-            properties: Any = schema.get("properties")
-            for name in schema.get("required", ()) if isinstance(properties, dict) else ():
-                one = properties.get(name)
-                if isinstance(one, dict) and ("const" in one or isinstance(one.get("enum"), list)):
-                    found = [one["const"]] if "const" in one else one["enum"]
-                    if all(isinstance(value, str) for value in found):
-                        values[name] = frozenset(found)
-            if "$ref" not in schema:
-                break
-            schema = self._target(schema["$ref"], path)  # `_parts` has found that this ends
-        return types, values if types == ["object"] else {}
-
     # -- references --------------------------------------------------------------------------------
 
     def _reference(self, reference: str, path: str, mode: _Mode) -> str:
         key = reference, mode
         if key not in self._names:
-            self._target(reference, path)
+            self._references.target(reference, path)
             if len(self._names) >= MAX_DEFINITIONS:
                 raise SchemaError(path, f"at most {MAX_DEFINITIONS} schemas may be referred to")
             self._names[key] = f"s{len(self._names)}"
             self._left.append(key)
         return f"#/$defs/{self._names[key]}"
-
-    def _target(self, reference: str, path: str) -> Any:
-        own = self._root.get("$id")
-        if isinstance(own, str) and own.rstrip("#") and reference.startswith(own.rstrip("#")):
-            reference = reference[len(own.rstrip("#")) :] or "#"
-        if not reference.startswith("#"):
-            raise SchemaError(
-                path,
-                f"must point into the schema itself (#/…), not to {reference[:80]!r}",
-            )
-        if not reference.startswith("#/") and reference != "#":
-            if self._anchors is None:
-                self._anchors = dict(_anchors(self._root))
-            if reference[1:] in self._anchors:
-                return self._anchors[reference[1:]]
-            raise SchemaError(path, f"points to nothing: {reference[:80]!r}")
-        try:
-            target = pointed_at(self._root, reference)
-        except LookupError:
-            raise SchemaError(path, f"points to nothing: {reference[:80]!r}") from None
-        self._shapes.check(target, _place_of(reference))
-        return target
-
-
-def _place_of(reference: str) -> str:
-    return reference.removeprefix("#").replace("/", ".")[:200]
 
 
 def _closed(schema: Schema, parts: list[Schema]) -> Schema:
@@ -389,7 +292,7 @@ def _closed(schema: Schema, parts: list[Schema]) -> Schema:
     named: Schema = {}
     patterns: Schema = {}
     words = [*schema]
-    first = min((words.index(word) for word in (*_SAME_VALUE, "$ref") if word in words), default=0)
+    first = min((words.index(word) for word in (*SAME_VALUE, "$ref") if word in words), default=0)
     if "properties" in words[first:]:  # properties come in the order in which they are read
         parts = [*parts[1:], parts[0]]
     for one in parts:
@@ -413,15 +316,3 @@ def _give_type(written: Schema) -> None:
     types = [name for name, words in KEYWORDS.items() if any(word in written for word in words)]
     if len(types) == 1:
         written["type"] = types[0]
-
-
-def _anchors(root: Any) -> Iterator[tuple[str, Any]]:
-    left = [root]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            if isinstance(one.get("$anchor"), str):
-                yield one["$anchor"], one
-            left += one.values()
-        elif isinstance(one, list):
-            left += one

@@ -11,8 +11,9 @@ import pytest
 
 from engine import SamplingParamsError, StructuredOutputsParams
 from engine.structured.constraint import ConstraintError
-from engine.structured.forms import prepass
-from engine.structured.forms.prepass import Allowance, prepared
+from engine.structured.forms import references
+from engine.structured.forms.prepass import prepared
+from engine.structured.forms.references import Allowance
 from engine.structured.forms.schema_shapes import SchemaError
 from tests.support.grammar_walks import finished_texts, lets_through
 
@@ -342,8 +343,9 @@ def optional(num: int) -> dict[str, Any]:
         ({"pattern": "(a)\\1"}, ".pattern", "backreferences are not supported ('\\\\1' at char"),
         ({"patternProperties": {"\\ba": {}}}, "", "word boundaries are not supported"),
         ({"propertyNames": {"pattern": "a" * 4097}}, "", "4096 characters, got 4097"),
+        ({"items": {"$id": "https://example.org"}}, ".items", "'$id' within a schema"),
     ],
-    ids=range(25),
+    ids=range(26),
 )
 def test_what_cannot_be_enforced_is_refused_with_its_place(
     schema: dict[str, Any], path: str, message: str
@@ -374,7 +376,7 @@ def test_schemas_of_one_request_share_what_they_may_have(monkeypatch: pytest.Mon
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
     with pytest.raises(SamplingParamsError, match=r"elements\[4\].json_schema.properties"):
         StructuredOutputsParams(structural_tag=tag)
-    monkeypatch.setattr(prepass, "MAX_STEPS", 3)
+    monkeypatch.setattr(references, "MAX_STEPS", 3)
     with pytest.raises(SchemaError, match="too large to check"):
         prepared({"prefixItems": [True] * 4}, Allowance())
 

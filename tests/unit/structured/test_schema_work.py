@@ -18,7 +18,8 @@ from engine.server.openai.tools.definitions import check_tools
 from engine.server.openai.tools.formats import CALL_FORMATS
 from engine.structured.forms import params
 from engine.structured.forms.params import MAX_BYTES, MAX_REGEX_LENGTH
-from engine.structured.forms.prepass import Allowance, prepared
+from engine.structured.forms.prepass import prepared
+from engine.structured.forms.references import Allowance
 
 MAX_S = 4.0
 """Ten times what the longest takes."""

@@ -13,7 +13,7 @@ from engine.server.openai.tools.choice import Choice, Mode, required_schema
 from engine.server.openai.tools.definitions import ToolsError
 from engine.server.openai.tools.strict_forms import StrictForm
 from engine.structured.forms.params import StructuredOutputsParams
-from engine.structured.forms.prepass import Allowance
+from engine.structured.forms.references import Allowance
 from engine.structured.forms.schema_shapes import SchemaError
 from engine.structured.forms.structural_tags import lark_of_tag
 

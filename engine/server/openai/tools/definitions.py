@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import RequestError
-from engine.structured.forms.prepass import Allowance, prepared
+from engine.structured.forms.prepass import prepared
+from engine.structured.forms.references import Allowance
 from engine.structured.forms.schema_shapes import SchemaError
 from engine.types.sampling_checks import short
 
