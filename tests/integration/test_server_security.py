@@ -116,10 +116,11 @@ def test_no_page_has_an_outside_address() -> None:
     from engine.server.app import make_app
     from engine.server.config import ServerConfig
     from engine.server.http.middleware import PAGES
+    from engine.server.live.files import PUBLIC_PATHS
     from engine.server.state import ServerState
 
     client = TestClient(make_app(ServerState(AsyncLLM(), ServerConfig())))
-    answers = {path: client.get(path) for path in sorted(PAGES | {"/redoc"})}
+    answers = {path: client.get(path) for path in sorted(PAGES | PUBLIC_PATHS | {"/redoc"})}
     shown = {path: one for path, one in answers.items() if one.status_code == 200}
     assert {"/", "/openapi.json", "/live/live.js"} <= shown.keys()
     for path, answer in shown.items():
