@@ -315,6 +315,4 @@ def test_no_test_module_imports_another() -> None:
         for one in imports_of(path)
         if one.module.startswith("tests.") and one.module.split(".")[-1].startswith("test_")
     ]
-    # Goes with the analysis of schemas.
-    wrong = [one for one in wrong if "test_json_schema" not in one]
     assert not wrong, "\n".join(wrong)

@@ -11,7 +11,7 @@ import pytest
 from engine import SamplingParamsError, StructuredOutputsParams
 from engine.structured.forms.prepass import prepared
 from engine.structured.forms.schema_shapes import SchemaError
-from tests.unit.structured.test_json_schema import Schemas
+from tests.support.schemas import Schemas
 
 OBJECT = {"type": "object", "required": ["a"], "properties": {"a": {"const": 1}}}
 DIGITS = "9" * 5000
